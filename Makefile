@@ -1,0 +1,107 @@
+# Seven verbs: setup demo test lint format patches bench. Each works on a fresh clone; a C++ compiler, git and
+# python3 >= 3.9 with venv are all that has to be there.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON     ?= python3
+BUILD_TYPE ?= Release
+# e.g. make dev CMAKE_ARGS="-DGGML_CUDA=on"; pip passes the variable on by itself
+CMAKE_ARGS ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PY   := $(BIN)/python
+# cmake and ninja from the virtual environment
+RUN  := PATH="$(CURDIR)/$(BIN):$$PATH"
+
+TOOLS   := $(VENV)/.tools-installed
+PACKAGE := $(VENV)/.package-installed
+
+PY_FILES     := $(wildcard $(addprefix python/,*.py */*.py */*/*.py))
+PACKAGE_DEPS := pyproject.toml CMakeLists.txt LICENSE README.md $(wildcard cmake/*.cmake patches/UPSTREAM patches/*.patch \
+	scripts/upstream.py native/CMakeLists.txt native/include/* native/src/* native/src/*/* models/*.toml) $(PY_FILES)
+
+.PHONY: help setup demo test lint format patches bench
+help:
+	@echo 'make setup     build and install llama-dge into $(VENV)'
+	@echo 'make demo      answer a question about a long document, full cache and DGE side by side'
+	@echo 'make test      unit tests in C++ (sanitizers) and Python'
+	@echo 'make lint      ruff, mypy, clang-format'
+	@echo 'make format    rewrite sources in the project style'
+	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
+	@echo 'make bench     speed ratios against stock and against dge off'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-stock, clean'
+
+# --- environment
+
+$(TOOLS): $(wildcard requirements/*.txt)
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet 'pip>=23.1'
+	$(PY) -m pip install --quiet -r requirements/build.txt -r requirements/dev.txt
+	$(RUN) $(PY) -m pip install --quiet -r requirements/runtime.txt
+	touch $@
+
+$(PACKAGE): $(TOOLS) $(wildcard $(PACKAGE_DEPS))
+	$(RUN) $(PY) -m pip install --no-build-isolation --no-deps --force-reinstall --no-cache-dir .
+	touch $@
+
+setup: $(PACKAGE)
+
+# --- build of libllama alone, for work on the native part: much faster than a wheel
+
+.PHONY: dev
+dev: $(TOOLS)
+	$(RUN) cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) -DPython_EXECUTABLE=$(CURDIR)/$(PY) $(CMAKE_ARGS)
+	$(RUN) cmake --build build/dev --target llama-dge
+	@echo 'LLAMA_DGE_LIB_PATH=$(CURDIR)/build/dev/bin'
+
+# --- verbs
+
+demo: setup
+	$(BIN)/llama-dge demo
+
+.PHONY: test-native test-python test-stock
+test: test-native test-python
+
+test-native: $(TOOLS)
+	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja -DCMAKE_BUILD_TYPE=Debug
+	$(RUN) cmake --build build/native-tests
+	$(RUN) ctest --test-dir build/native-tests --output-on-failure --no-tests=error
+
+test-python: setup
+	$(PY) -m pytest
+
+test-stock: setup
+	$(PY) -m pytest -m stock
+
+CPP_FILES = $(shell find native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+lint: $(TOOLS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(PY) -m mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: $(TOOLS)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+.PHONY: patches-apply patches-refresh patches-check
+patches: patches-check
+patches-apply:
+	$(PYTHON) scripts/upstream.py prepare
+patches-refresh:
+	$(PYTHON) scripts/upstream.py refresh
+patches-check:
+	$(PYTHON) scripts/upstream.py check
+
+bench: setup
+	$(PY) -m llama_dge.bench
+
+.PHONY: clean
+clean:
+	rm -rf build dist $(VENV) .mypy_cache .ruff_cache .pytest_cache

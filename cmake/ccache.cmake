@@ -1,0 +1,32 @@
+# Compile through ccache where it is installed. With the project root as its base folder, paths below it are hashed
+# relative to the build folder: another clone and another folder build/NAME hit the same entries.
+#
+# -DGGML_CCACHE=OFF or a CMAKE_<LANG>_COMPILER_LAUNCHER of the user's wins.
+
+option(GGML_CCACHE "ggml: use ccache if available" ON)
+
+if (NOT GGML_CCACHE OR CMAKE_C_COMPILER_LAUNCHER OR CMAKE_CXX_COMPILER_LAUNCHER)
+    return()
+endif()
+
+find_program(LLAMA_DGE_CCACHE ccache)
+mark_as_advanced(LLAMA_DGE_CCACHE)
+if (NOT LLAMA_DGE_CCACHE)
+    return()
+endif()
+
+# not `cmake -E env` where there is another: pip's build isolation gives cmake a new path each time, and a changed
+# command line compiles everything again
+find_program(LLAMA_DGE_ENV env)
+mark_as_advanced(LLAMA_DGE_ENV)
+if (LLAMA_DGE_ENV)
+    set(LLAMA_DGE_LAUNCHER "${LLAMA_DGE_ENV}")
+else()
+    set(LLAMA_DGE_LAUNCHER "${CMAKE_COMMAND}" -E env)
+endif()
+list(APPEND LLAMA_DGE_LAUNCHER "CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${LLAMA_DGE_CCACHE}")
+
+foreach (lang C CXX CUDA HIP OBJC OBJCXX)
+    set(CMAKE_${lang}_COMPILER_LAUNCHER ${LLAMA_DGE_LAUNCHER})
+endforeach()
+message(STATUS "ccache: ${LLAMA_DGE_CCACHE}")
