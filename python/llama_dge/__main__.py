@@ -1,0 +1,8 @@
+"""``python -m llama_dge`` is the same as ``llama-dge``."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

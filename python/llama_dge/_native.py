@@ -1,0 +1,214 @@
+"""ctypes bindings of native/include/llama-dge.h, which documents the functions, with NumPy in and out."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._library import LIBRARY
+from .config import DGEConfig
+from .stats import DGEStats
+
+OK = 0
+NOTHING_TO_CUT = 1
+ERR_UNSUPPORTED = -2
+
+_POLICIES = {"snapkv": 0, "streamingllm": 1}
+_SCORES = {"draft": 0, "policy": 1, "both": 2}
+_POOLINGS = {"none": 0, "max": 1, "avg": 2}
+_STATES = ("full", "armed", "cut")
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("policy", ctypes.c_int32),
+        ("scores", ctypes.c_int32),
+        ("pooling", ctypes.c_int32),
+        ("draft_pooling", ctypes.c_int32),
+        ("kernel_size", ctypes.c_int32),
+        ("budget", ctypes.c_int32),
+        ("budget_share", ctypes.c_float),
+        ("draft_tokens", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("sinks", ctypes.c_int32),
+    ]
+
+
+class _SeqInfo(ctypes.Structure):
+    _fields_ = [
+        ("state", ctypes.c_int32),
+        ("error", ctypes.c_int32),
+        ("n_prompt", ctypes.c_int32),
+        ("n_draft", ctypes.c_int32),
+        ("budget", ctypes.c_int32),
+        ("n_rows_before", ctypes.c_int32),
+        ("n_rows_after", ctypes.c_int32),
+        ("n_rows", ctypes.c_int32),
+        ("n_kv", ctypes.c_int32),
+        ("n_layer", ctypes.c_int32),
+        ("boundary", ctypes.c_int32),
+        ("pos_min", ctypes.c_int32),
+        ("bytes_before", ctypes.c_int64),
+        ("bytes_after", ctypes.c_int64),
+        ("t_score_us", ctypes.c_int64),
+        ("t_select_us", ctypes.c_int64),
+        ("t_compact_us", ctypes.c_int64),
+        ("n_cuts", ctypes.c_int64),
+    ]
+
+
+def _bind(name: str, restype: Any, *argtypes: Any) -> Any:
+    function = getattr(LIBRARY, name)
+    function.restype = restype
+    function.argtypes = list(argtypes)
+    return function
+
+
+_CTX = ctypes.c_void_p
+_SEQ = ctypes.c_int32
+_INT32_P = ctypes.POINTER(ctypes.c_int32)
+
+_default_params = _bind("llama_dge_default_params", _Params)
+_status_str = _bind("llama_dge_status_str", ctypes.c_char_p, ctypes.c_int32)
+_supported = _bind("llama_dge_supported", ctypes.c_int32, _CTX, ctypes.c_char_p, ctypes.c_size_t)
+_enable = _bind("llama_dge_enable", ctypes.c_int32, _CTX, ctypes.POINTER(_Params))
+_seq_arm = _bind("llama_dge_seq_arm", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32)
+_seq_disarm = _bind("llama_dge_seq_disarm", ctypes.c_int32, _CTX, _SEQ)
+_seq_cut = _bind("llama_dge_seq_cut", ctypes.c_int32, _CTX, _SEQ)
+_seq_reuse = _bind("llama_dge_seq_reuse", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32, ctypes.c_int32)
+_get_seq_info = _bind("llama_dge_get_seq_info", ctypes.c_int32, _CTX, _SEQ, ctypes.POINTER(_SeqInfo))
+_get_layers = _bind("llama_dge_get_layers", ctypes.c_int32, _CTX, _INT32_P, ctypes.c_int32)
+_get_n_head_kv = _bind("llama_dge_get_n_head_kv", ctypes.c_int32, _CTX, ctypes.c_int32)
+_get_kept = _bind(
+    "llama_dge_get_kept", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32, ctypes.c_int32, _INT32_P, ctypes.c_int32
+)
+
+
+class DGEError(RuntimeError):
+    """A function of the library failed.
+
+    Parameters
+    ----------
+    what
+        What was being done.
+    status
+        Return code, a negative ``enum llama_dge_status``; kept as an attribute.
+    """
+
+    def __init__(self, what: str, status: int) -> None:
+        super().__init__(f"{what}: {status_text(status)} (status {status})")
+        self.what = what
+        self.status = status
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.what, self.status)
+
+
+def _check(what: str, status: int) -> int:
+    if status < 0:
+        raise DGEError(what, status)
+    return status
+
+
+def status_text(status: int) -> str:
+    """Return a short sentence for a return code."""
+    text: bytes = _status_str(status)
+    return text.decode("utf-8")
+
+
+def supported(ctx: int) -> str | None:
+    """Return None where the context's cache can be cut, else the reason why it cannot."""
+    reason = ctypes.create_string_buffer(512)
+    status = _supported(ctx, reason, len(reason))
+    if status == OK:
+        return None
+    return reason.value.decode("utf-8", "replace") or status_text(status)
+
+
+def enable(ctx: int, config: DGEConfig) -> None:
+    """Switch eviction on for a context; raises DGEError."""
+    params = _default_params()
+    params.policy = _POLICIES[config.policy]
+    params.scores = _SCORES[config.scores]
+    params.pooling = _POOLINGS[config.pooling]
+    params.draft_pooling = _POOLINGS[config.draft_pooling]
+    params.kernel_size = config.kernel_size
+    if isinstance(config.budget, float):
+        params.budget_share = config.budget
+    else:
+        params.budget = config.budget
+        params.budget_share = 0.0
+    params.draft_tokens = config.draft_tokens
+    params.window = config.window
+    params.sinks = config.sinks
+    _check("enabling eviction", _enable(ctx, ctypes.byref(params)))
+
+
+def seq_arm(ctx: int, seq: int, n_prompt: int) -> int:
+    """State that the prompt is complete. Returns the status, negative on an error."""
+    return int(_seq_arm(ctx, seq, n_prompt))
+
+
+def seq_disarm(ctx: int, seq: int) -> None:
+    """Cancel a cut that has not happened yet; raises DGEError."""
+    _check("disarming", _seq_disarm(ctx, seq))
+
+
+def seq_cut(ctx: int, seq: int) -> bool:
+    """Cut now. Returns False where nothing had to be cut; raises DGEError."""
+    return _check("evicting", _seq_cut(ctx, seq)) != NOTHING_TO_CUT
+
+
+def seq_reuse(ctx: int, seq: int, n_prompt: int, n_match: int) -> int:
+    """Return how many of the n_match tokens in the cache a new prompt may keep, or a negative status."""
+    return int(_seq_reuse(ctx, seq, n_prompt, n_match))
+
+
+def seq_stats(ctx: int, seq: int) -> DGEStats:
+    """Return what is known of a sequence; raises DGEError."""
+    info = _SeqInfo()
+    _check("reading the state of the cache", _get_seq_info(ctx, seq, ctypes.byref(info)))
+    return DGEStats(
+        state=_STATES[info.state],
+        n_prompt=info.n_prompt,
+        n_draft=info.n_draft,
+        budget=info.budget,
+        rows_before=info.n_rows_before,
+        rows_after=info.n_rows_after,
+        rows=info.n_rows,
+        n_kv=info.n_kv,
+        n_layer=info.n_layer,
+        boundary=info.boundary,
+        bytes_before=info.bytes_before,
+        bytes_after=info.bytes_after,
+        seconds_score=info.t_score_us * 1e-6,
+        seconds_select=info.t_select_us * 1e-6,
+        seconds_compact=info.t_compact_us * 1e-6,
+        n_cuts=info.n_cuts,
+        error=status_text(info.error) if info.error < 0 else None,
+    )
+
+
+def layers(ctx: int) -> list[int]:
+    """Return the model layers that a cut applies to, ascending; raises DGEError."""
+    n = _check("listing the layers", _get_layers(ctx, None, 0))
+    buffer = (ctypes.c_int32 * n)()
+    n = _check("listing the layers", _get_layers(ctx, buffer, n))
+    return list(buffer)[:n]
+
+
+def n_head_kv(ctx: int, layer: int) -> int:
+    """Return the number of KV heads of a layer that a cut applies to; raises DGEError."""
+    return _check(f"layer {layer}", _get_n_head_kv(ctx, layer))
+
+
+def kept(ctx: int, seq: int, layer: int, head: int) -> npt.NDArray[np.int32]:
+    """Return the original positions that a layer and KV head kept, shape [n], ascending; raises DGEError."""
+    what = f"kept positions of layer {layer}, head {head}"
+    n = _check(what, _get_kept(ctx, seq, layer, head, None, 0))
+    positions = np.empty(n, dtype=np.int32)
+    n = _check(what, _get_kept(ctx, seq, layer, head, positions.ctypes.data_as(_INT32_P), n))
+    return positions[:n]

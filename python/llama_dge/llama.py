@@ -1,0 +1,391 @@
+"""``llama_cpp.Llama`` with Draft-Guided Eviction of the KV cache."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+import sys
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp.llama_cache import BaseLlamaCache
+
+from . import _native
+from .config import DGEConfig
+from .stats import DGEStats
+
+logger = logging.getLogger(__name__)
+
+_SEQ = 0  # the one sequence that llama_cpp.Llama generates in
+_GENERATE = inspect.signature(llama_cpp.Llama.generate)
+
+
+class Llama(llama_cpp.Llama):
+    """A drop-in ``llama_cpp.Llama`` that can cut its KV cache after the first tokens of an answer.
+
+    Every parameter, method and attribute of llama_cpp.Llama works as documented there; with ``dge=None`` nothing
+    differs. With eviction on, `n_tokens`, positions and `n_ctx` stay logical: they count evicted tokens, too.
+
+    Parameters
+    ----------
+    model_path
+        Path of a GGUF file.
+    dge
+        True (the defaults), a dict of settings or a `DGEConfig` turns eviction on; None or False leaves it off.
+    **kwargs
+        Every other parameter of llama_cpp.Llama.
+
+    Raises
+    ------
+    TypeError
+        An unknown parameter whose name starts with "dge", or an unknown setting in `dge`.
+    ValueError
+        A setting that is out of range, ``embedding=True``, or a model that cannot be cut while `dge.strict` is True.
+    DGEError
+        The library could not turn eviction on, for want of memory for example.
+
+    Notes
+    -----
+    - The cut is made by `generate` and everything built on it. Code that drives `eval` and `sample` calls `evict`.
+    - A prompt with images or audio is not cut; a warning says so once.
+    - `set_cache`: states of a cut sequence are not stored, for they answer one question only.
+    - A decode that fails, or is interrupted, empties the cache; the next call starts over.
+    - With `draft_model`, logits of all tokens are kept (n_ctx x n_vocab floats), which llama_cpp.Llama needs as well
+      but does not allocate, so that it fails where the prompt is longer than n_batch.
+
+    Examples
+    --------
+    >>> llm = Llama("model.gguf", n_ctx=8192, dge={"budget": 512})  # doctest: +SKIP
+    >>> llm(prompt)["choices"][0]["text"], llm.dge_stats.rows_after  # doctest: +SKIP
+    """
+
+    #: The settings as given, or None where eviction was not asked for.
+    dge_config: DGEConfig | None
+
+    def __init__(
+        self, model_path: str, *, dge: bool | Mapping[str, Any] | DGEConfig | None = None, **kwargs: Any
+    ) -> None:
+        self._stack = contextlib.ExitStack()  # __del__ closes it, also when this constructor raises
+        self._dge_on = False
+        self._dge_warned: set[str] = set()
+        self._dge_arm_error: str | None = None
+        self._dge_last_token: int | None = None  # last token that generate() yielded
+        self._dge_text_end = 0  # positions below were filled by eval(), that is by tokens and not by images
+
+        unknown = sorted(name for name in kwargs if name.startswith("dge"))
+        if unknown:
+            raise TypeError(
+                f'unknown parameter {", ".join(unknown)}; settings go into dge, as in dge={{"budget": 512}}'
+            )
+        self.dge_config = DGEConfig.from_any(dge)
+        if self.dge_config is not None and kwargs.get("embedding"):
+            raise ValueError("dge and embedding=True exclude each other: embeddings leave no cache to cut")
+        if kwargs.get("draft_model") is not None:
+            kwargs["logits_all"] = True
+
+        super().__init__(model_path, **kwargs)
+        if self.dge_config is not None:
+            try:
+                self._dge_enable(self.dge_config)
+            except BaseException:
+                self.close()
+                raise
+
+    def _dge_enable(self, config: DGEConfig) -> None:
+        reason = _native.supported(self.ctx)
+        if reason is None:
+            try:
+                _native.enable(self.ctx, config)
+            except _native.DGEError as error:
+                if config.strict:
+                    raise
+                reason = str(error)
+        elif config.strict:
+            raise ValueError(f"dge: this model cannot be cut: {reason} (strict=False runs it without eviction)")
+        if reason is not None:
+            self._dge_warn("supported", f"running without eviction: {reason}")
+            return
+        self._dge_on = True
+        line = f"eviction after {config.draft_tokens} tokens, {config}"
+        logger.info(line)
+        if self.verbose:
+            print(f"llama_dge: {line}", file=sys.stderr)
+
+    def _dge_warn(self, kind: str, text: str) -> None:
+        # once per instance and kind, whatever the warning filters say
+        if kind not in self._dge_warned:
+            self._dge_warned.add(kind)
+            warnings.warn(f"llama_dge: {text}", RuntimeWarning, stacklevel=3)
+
+    # what users read
+
+    @property
+    def dge_enabled(self) -> bool:
+        """Whether prompts are cut: False where eviction is off or the model does not support it."""
+        return self._dge_on
+
+    @property
+    def dge_stats(self) -> DGEStats | None:
+        """What the last cut did and what the cache holds now; None before any prompt and where eviction is off."""
+        if not self._dge_on or self.ctx is None or self.n_tokens == 0:
+            return None
+        stats = _native.seq_stats(self.ctx, _SEQ)
+        if stats.error is None and self._dge_arm_error is not None:
+            stats = dataclasses.replace(stats, error=self._dge_arm_error)
+        return stats
+
+    @property
+    def dge_layers(self) -> list[int]:
+        """Layers of the model that a cut applies to, ascending."""
+        return _native.layers(self.ctx)
+
+    def dge_kept(self, layer: int, head: int) -> npt.NDArray[np.int32]:
+        """Return the positions that a layer and KV head kept at the last cut.
+
+        Parameters
+        ----------
+        layer
+            Layer of the model, one of `dge_layers`.
+        head
+            KV head, from 0.
+
+        Returns
+        -------
+        ndarray of int32, shape [rows_after]
+            Positions in the original prompt, ascending, followed by the draft's.
+
+        Raises
+        ------
+        ValueError
+            No such layer or head is cut.
+        DGEError
+            Nothing was cut.
+        """
+        layers = self.dge_layers
+        if layer not in layers:
+            raise ValueError(f"layer={layer!r}: the layers that are cut are {', '.join(map(str, layers))}")
+        n_head = _native.n_head_kv(self.ctx, layer)
+        if head not in range(n_head):
+            raise ValueError(f"head={head!r}: layer {layer} has the KV heads 0 .. {n_head - 1}")
+        return _native.kept(self.ctx, _SEQ, layer, head)
+
+    def evict(self) -> bool:
+        """Cut the cache now. For code that calls `eval` and `sample` itself; `generate` cuts without it.
+
+        Everything evaluated so far is the prompt, unless `generate` was called for it.
+
+        Returns
+        -------
+        bool
+            False where the prompt is not longer than the budget, so that nothing had to be cut.
+
+        Raises
+        ------
+        RuntimeError
+            Eviction is off, or the prompt has images.
+        DGEError
+            The cut failed; the cache is as it was.
+        """
+        if not self._dge_on:
+            raise RuntimeError("evict: eviction is off; pass dge=True to the constructor")
+        if self._dge_text_end < self.n_tokens:
+            raise RuntimeError("evict: a prompt with images or audio cannot be cut")
+        return _native.seq_cut(self.ctx, _SEQ)
+
+    # the stock methods that must know about a cut
+
+    def reset(self) -> None:
+        """Reset the model state, eviction included."""
+        super().reset()  # type: ignore[no-untyped-call]
+        if self._dge_on:
+            self._dge_clear()
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate a list of tokens.
+
+        Raises
+        ------
+        RuntimeError
+            llama_decode failed. With eviction on, the cache is empty then.
+        """
+        if not self._dge_on:
+            super().eval(tokens)
+            return
+        start = self.n_tokens
+        # n_tokens was moved back, by the caller or for a prefix: the stock method ignores that rows were missing there
+        if 0 < start < self._dge_text_end and start <= _native.seq_stats(self.ctx, _SEQ).boundary:
+            tokens = self._input_ids.tolist() + list(tokens)
+            self._dge_clear()
+            start = 0
+        try:
+            super().eval(tokens)
+        except BaseException:
+            self._dge_clear()  # some of the batch may be in the cache, and a cut may have been due in it
+            raise
+        if start <= self._dge_text_end:
+            self._dge_text_end = self.n_tokens
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+        """Create a generator of tokens from a prompt; parameters as in llama_cpp.Llama.generate.
+
+        With eviction on, the cache is cut once the generator has yielded `draft_tokens` tokens and is asked for another.
+        """
+        if not self._dge_on:
+            yield from super().generate(tokens, *args, **kwargs)
+            return
+        tokens = list(tokens)
+        reset = _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("reset", True)
+        self._dge_prepare(tokens, reset)
+
+        inner = super().generate(tokens, *args, **kwargs)
+        sent: Sequence[int] | None = None
+        cut_seen_at: int | None = None
+        armed = False
+        while True:
+            try:
+                token = inner.send(sent)
+            except StopIteration:
+                return
+            if not armed:
+                # Only now is the prompt complete: it may have come in several evals, some of them before this call.
+                armed = True
+                cut_seen_at = self._dge_arm()
+            elif cut_seen_at is not None and self.n_tokens >= cut_seen_at:
+                cut_seen_at = None
+                self._dge_report()
+            self._dge_last_token = token
+            sent = yield token
+
+    def _dge_prepare(self, tokens: list[int], reset: bool) -> None:
+        """Decide, before a prompt is evaluated, how much of the cache it may build on."""
+        self._dge_arm_error = None
+        if self.n_tokens == 0:
+            return
+        state = _native.seq_stats(self.ctx, _SEQ).state
+        if state == "armed":
+            _native.seq_disarm(self.ctx, _SEQ)
+        if not reset or self._dge_text_end < self.n_tokens:
+            return
+
+        n = min(self.n_tokens, len(tokens))
+        same = self._input_ids[:n] == np.asarray(tokens[:n], dtype=np.intc)
+        match = n if same.all() else int(np.argmin(same))
+
+        if state == "cut":
+            # The prompt is what the cache holds, or that and the last token of the answer, which is not in the cache
+            # yet: nothing new is asked, the answer goes on.
+            rest = tokens[match:]
+            resumed = match == self.n_tokens and rest in ([], [self._dge_last_token])
+            if self._dge_config_in_force.new_turn == "reprefill" and not resumed:
+                self._dge_clear()
+            # "append": the stock class reuses the prefix where the library can remove what follows it, and starts
+            # over through reset() where it cannot
+            return
+
+        # The scores need the queries of the prompt's last tokens, which were not kept if those came in an older prompt.
+        reuse = max(0, _native.seq_reuse(self.ctx, _SEQ, len(tokens), match))
+        if reuse < match:
+            self.n_tokens = reuse
+            self._requires_eval = True
+
+    def _dge_arm(self) -> int | None:
+        """State that the prompt is complete. Returns the number of tokens at which a cut will have been made."""
+        if _native.seq_stats(self.ctx, _SEQ).state == "cut":
+            return None
+        if self._dge_text_end < self.n_tokens:
+            self._dge_arm_error = "the prompt has images or audio"
+            self._dge_warn("images", "a prompt with images or audio is not cut")
+            return None
+        status = _native.seq_arm(self.ctx, _SEQ, self.n_tokens)
+        if status < 0:
+            self._dge_arm_error = _native.status_text(status)
+            self._dge_warn("arm", f"this prompt is not cut: {self._dge_arm_error} (status {status})")
+        if status != _native.OK:
+            return None
+        return self.n_tokens + self._dge_config_in_force.draft_tokens
+
+    def _dge_report(self) -> None:
+        stats = _native.seq_stats(self.ctx, _SEQ)
+        if stats.error is not None:
+            self._dge_warn("cut", f"the cut failed and the answer goes on with the full cache: {stats.error}")
+        logger.debug("%s", stats)
+
+    @property
+    def _dge_config_in_force(self) -> DGEConfig:
+        if self.dge_config is None:
+            raise RuntimeError("eviction is off")
+        return self.dge_config
+
+    def _dge_clear(self) -> None:
+        """Empty the sequence, so that neither a cut nor half a batch is left of it."""
+        if self._ctx.memory is not None:
+            llama_cpp.llama_memory_clear(self._ctx.memory, False)
+        self.n_tokens = 0
+        self._requires_eval = True
+        self._dge_text_end = 0
+        self._dge_arm_error = None
+
+    # states
+
+    def set_cache(self, cache: BaseLlamaCache | None) -> None:
+        """Set the cache for states of earlier prompts. States of a cut sequence are not stored in it."""
+        super().set_cache(_UncutStates(cache) if self._dge_on and cache is not None else cache)
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """Save the state. After a cut it holds the rows that are left, and loads where eviction is on."""
+        state = super().save_state()
+        if self._dge_on:
+            state.dge = {  # type: ignore[attr-defined]
+                "cut": self.n_tokens > 0 and _native.seq_stats(self.ctx, _SEQ).state == "cut",
+                "text_end": self._dge_text_end,
+                "last_token": self._dge_last_token,
+            }
+        return state
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Load a state of `save_state`.
+
+        Raises
+        ------
+        RuntimeError
+            The state is damaged, or is of another model, cache layout or version. The cache is empty then.
+        """
+        saved: dict[str, Any] = getattr(state, "dge", {})
+        try:
+            super().load_state(state)
+        except BaseException:
+            self._dge_clear()
+            raise
+        self._dge_text_end = saved.get("text_end", self.n_tokens)
+        self._dge_last_token = saved.get("last_token")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "dge": self.dge_config}  # type: ignore[no-untyped-call]
+
+
+class _UncutStates(BaseLlamaCache):
+    """Passes states on to a cache, except those of a cut sequence: they would push out states that can be reused."""
+
+    def __init__(self, cache: BaseLlamaCache) -> None:
+        super().__init__(cache.capacity_bytes)
+        self.cache = cache
+
+    @property
+    def cache_size(self) -> int:
+        return self.cache.cache_size
+
+    def __getitem__(self, key: Sequence[int]) -> llama_cpp.LlamaState:
+        return self.cache[key]
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        return key in self.cache
+
+    def __setitem__(self, key: Sequence[int], value: llama_cpp.LlamaState) -> None:
+        if not getattr(value, "dge", {}).get("cut", False):
+            self.cache[key] = value

@@ -1,0 +1,66 @@
+"""What is known about the eviction of the current prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DGEStats:
+    """What the cut of the current prompt did, and what the cache holds now.
+
+    Fields about the cut are 0 (`boundary`: -1) until there was one. A row is the K and V of one position in one layer
+    and KV head; every layer that is cut holds the same number of them in each head.
+
+    Parameters
+    ----------
+    state
+        "full": nothing was evicted. "armed": a cut will follow. "cut": it was done.
+    n_prompt
+        Tokens of the prompt that the cut applies to.
+    n_draft
+        Rows after the prompt when it was cut.
+    budget
+        Rows of the prompt that may stay, with a share of the prompt resolved.
+    rows_before, rows_after
+        Rows per layer and KV head just before and just after the cut.
+    rows
+        Rows per layer and KV head now.
+    n_kv
+        Cells that attention reads now, padding included.
+    n_layer
+        Layers that were cut.
+    boundary
+        Last position of the prompt. What lies above it can be removed again one by one.
+    bytes_before, bytes_after
+        Bytes of K and V of this sequence in the layers that were cut, just before and just after the cut.
+    seconds_score, seconds_select, seconds_compact
+        Time of the cut: scores on the device, choice of the rows on the host, moving them.
+    n_cuts
+        Cuts since the model was loaded.
+    error
+        Why the last attempt to cut failed, or None.
+    """
+
+    state: str
+    n_prompt: int
+    n_draft: int
+    budget: int
+    rows_before: int
+    rows_after: int
+    rows: int
+    n_kv: int
+    n_layer: int
+    boundary: int
+    bytes_before: int
+    bytes_after: int
+    seconds_score: float
+    seconds_select: float
+    seconds_compact: float
+    n_cuts: int
+    error: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that the whole cut took."""
+        return self.seconds_score + self.seconds_select + self.seconds_compact
