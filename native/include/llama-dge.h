@@ -1,0 +1,174 @@
+#pragma once
+
+#include "llama.h"
+
+#include <stdint.h>
+
+// Draft-Guided Eviction (DGE) of a sequence's KV cache
+//
+// The prompt is evaluated as always and the first k answer tokens are decoded on the full cache. After that the
+// cache is cut once, in place: every layer and KV head keeps its own `budget` rows of the prompt. Decoding goes on
+// with unchanged positions over the rows that are left.
+//
+// How to use it:
+//
+//   struct llama_dge_params params = llama_dge_default_params();
+//   params.budget = 512;
+//   if (llama_dge_enable(ctx, &params) != LLAMA_DGE_OK) { ... }
+//
+//   llama_decode(ctx, prompt);               // in one batch or in many
+//   llama_dge_seq_arm(ctx, 0, n_prompt);     // the prompt is complete now
+//   llama_decode(ctx, y1); ...               // ordinary decoding: the cut happens by itself at the start of the
+//                                            // first llama_decode() that finds n_prompt + k - 1 rows or more
+//
+// While nothing is enabled, or after llama_dge_disable(), the library behaves bit for bit like stock llama.cpp.
+//
+// After a cut, for that sequence:
+//   - positions go on as if nothing had happened; llama_memory_seq_pos_max() is unchanged
+//   - llama_memory_seq_pos_min() is the first position from which on no row is missing
+//   - llama_memory_seq_rm() is exact for p0 above the last prompt position, and for the whole sequence; anything
+//     else returns false and changes nothing
+//   - llama_memory_seq_cp() copies the whole sequence; a part of it is refused with an error in the log
+//   - llama_memory_seq_add() and _div() are refused with an error in the log; llama_memory_can_shift() is false
+//   - a saved state holds only the rows that are left and can be loaded where DGE is enabled
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// changes with every change of a signature or a struct in this file
+#define LLAMA_DGE_ABI_VERSION 1
+
+// return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
+enum llama_dge_status {
+    LLAMA_DGE_OK              =   0,
+    LLAMA_DGE_NOTHING_TO_CUT  =   1, // the prompt is not longer than the budget
+    LLAMA_DGE_ERR_PARAMS      =  -1, // a parameter is out of range
+    LLAMA_DGE_ERR_UNSUPPORTED =  -2, // see llama_dge_supported()
+    LLAMA_DGE_ERR_DISABLED    =  -3, // llama_dge_enable() was not called
+    LLAMA_DGE_ERR_SEQ         =  -4, // no such sequence, or it holds fewer rows than stated, or not from position 0
+    LLAMA_DGE_ERR_QUERIES     =  -5, // query rows that the scores need were not captured: evaluate the last
+                                     // `window` prompt tokens again, see llama_dge_seq_reuse()
+    LLAMA_DGE_ERR_SHARED      =  -6, // rows of the sequence belong to another sequence, too
+    LLAMA_DGE_ERR_CUT         =  -7, // the sequence was cut already
+    LLAMA_DGE_ERR_MEMORY      =  -8, // out of memory
+    LLAMA_DGE_ERR_COMPUTE     =  -9, // the scores could not be computed
+    LLAMA_DGE_ERR_ABORTED     = -10, // the abort callback fired; the cut is tried again at the next llama_decode()
+};
+
+enum llama_dge_policy {
+    LLAMA_DGE_POLICY_SNAPKV       = 0,
+    LLAMA_DGE_POLICY_STREAMINGLLM = 1,
+};
+
+enum llama_dge_scores {
+    LLAMA_DGE_SCORES_DRAFT  = 0, // the queries that produced the first k answer tokens
+    LLAMA_DGE_SCORES_POLICY = 1, // the policy's own score
+    LLAMA_DGE_SCORES_BOTH   = 2, // both, each pooled and divided by its sum, added
+};
+
+enum llama_dge_pooling {
+    LLAMA_DGE_POOLING_NONE = 0,
+    LLAMA_DGE_POOLING_MAX  = 1,
+    LLAMA_DGE_POOLING_AVG  = 2,
+};
+
+enum llama_dge_state {
+    LLAMA_DGE_STATE_FULL  = 0, // nothing was evicted
+    LLAMA_DGE_STATE_ARMED = 1, // a cut will follow
+    LLAMA_DGE_STATE_CUT   = 2,
+};
+
+struct llama_dge_params {
+    int32_t policy;        // enum llama_dge_policy
+    int32_t scores;        // enum llama_dge_scores
+    int32_t pooling;       // enum llama_dge_pooling, of the policy's own score
+    int32_t draft_pooling; // enum llama_dge_pooling, of the draft's score; with LLAMA_DGE_SCORES_BOTH, NONE means
+                           // the same as `pooling`
+    int32_t kernel_size;   // of both poolings, odd
+    int32_t budget;        // rows per layer and KV head that are left of the prompt, window included
+    float   budget_share;  // > 0: this share of the prompt, in (0, 1], instead of `budget`
+    int32_t draft_tokens;  // k >= 1; 1 cuts at the end of the prefill
+    int32_t window;        // >= 1, last rows of the prompt that always stay, and SnapKV's observation window
+    int32_t sinks;         // StreamingLLM: first rows that always stay
+};
+
+// what is known of a sequence; all zero (boundary and pos_min: -1) where it does not apply
+struct llama_dge_seq_info {
+    int32_t   state;         // enum llama_dge_state
+    int32_t   error;         // enum llama_dge_status, of the last attempt to cut
+    int32_t   n_prompt;      // rows of the prompt, as armed
+    int32_t   n_draft;       // rows after the prompt when it was cut
+    int32_t   budget;        // rows of the prompt that may stay (a share is resolved)
+    int32_t   n_rows_before; // rows per layer and KV head just before the cut
+    int32_t   n_rows_after;  // ... and just after
+    int32_t   n_rows;        // rows that the sequence holds now, counted in the cache
+    int32_t   n_kv;          // cells that attention reads now for a batch of this sequence (padding included)
+    int32_t   n_layer;       // layers that were cut
+    llama_pos boundary;      // last prompt position: rows above it can be removed
+    llama_pos pos_min;       // first position from which on no row is missing
+    int64_t   bytes_before;  // K and V of this sequence in the layers that were cut, just before the cut
+    int64_t   bytes_after;   // ... and just after
+    int64_t   t_score_us;    // microseconds: scores on the device
+    int64_t   t_select_us;   //               choice of the rows on the host
+    int64_t   t_compact_us;  //               rows moved, cells freed
+    int64_t   n_cuts;        // cuts in this context since it was enabled, of all sequences
+};
+
+LLAMA_API int32_t llama_dge_abi_version(void);
+
+LLAMA_API struct llama_dge_params llama_dge_default_params(void);
+
+// a short sentence in English for a return code; static memory
+LLAMA_API const char * llama_dge_status_str(int32_t status);
+
+// LLAMA_DGE_OK, or LLAMA_DGE_ERR_UNSUPPORTED with the reason in English in `reason` (up to n bytes with the
+// terminator; may be NULL)
+LLAMA_API int32_t llama_dge_supported(const struct llama_context * ctx, char * reason, size_t n);
+
+// Start to capture queries for all sequences of the context. Allocates window + draft_tokens - 1 rows of Q per layer
+// and sequence beside the cache. Called again with other parameters it applies to cuts still to come; the captured
+// queries are dropped. Sequences that were cut stay so.
+// ERR_PARAMS, ERR_UNSUPPORTED, ERR_MEMORY
+LLAMA_API int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_params * params);
+
+// ERR_CUT while a sequence that was cut still lives: clear it first
+LLAMA_API int32_t llama_dge_disable(struct llama_context * ctx);
+
+// The prompt of this sequence is complete and is n_prompt rows long (its positions are 0 .. n_prompt - 1).
+// NOTHING_TO_CUT, ERR_DISABLED, ERR_SEQ, ERR_QUERIES, ERR_SHARED, ERR_CUT
+LLAMA_API int32_t llama_dge_seq_arm(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt);
+
+// no cut follows
+LLAMA_API int32_t llama_dge_seq_disarm(struct llama_context * ctx, llama_seq_id seq_id);
+
+// Cut now, with the queries at hand, instead of waiting for k tokens. Arms the whole sequence as the prompt if it is
+// not armed. On an error the sequence is as it was before.
+LLAMA_API int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id);
+
+// A prompt of n_prompt tokens shares its first n_match tokens with what the sequence holds. How many of them may be
+// kept so that a later cut has all the queries it needs? Returns n_match or less, or a negative status.
+LLAMA_API int32_t llama_dge_seq_reuse(
+        const struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, int32_t n_match);
+
+LLAMA_API int32_t llama_dge_get_seq_info(
+        const struct llama_context * ctx, llama_seq_id seq_id, struct llama_dge_seq_info * info);
+
+// Model layers that a cut applies to, ascending. Returns their number; writes up to n of them. Needs no enable.
+LLAMA_API int32_t llama_dge_get_layers(const struct llama_context * ctx, int32_t * layers, int32_t n);
+
+// KV heads of a model layer that a cut applies to, or ERR_PARAMS
+LLAMA_API int32_t llama_dge_get_n_head_kv(const struct llama_context * ctx, int32_t il);
+
+// Original positions that a layer and KV head kept at the cut, ascending: prompt rows, then draft rows.
+// Returns their number; writes up to n of them. ERR_SEQ where nothing was cut, ERR_PARAMS for a wrong layer or head
+LLAMA_API int32_t llama_dge_get_kept(
+        const struct llama_context * ctx, llama_seq_id seq_id, int32_t il, int32_t ih, llama_pos * pos, int32_t n);
+
+// For tests: fills every free cell of the cache that can be cut, and the free cells' part of V, with a 16-bit
+// pattern (0x7e00 is NaN in f16). Attention must never see it. Returns the number of cells filled.
+LLAMA_API int32_t llama_dge_debug_poison(struct llama_context * ctx, uint16_t pattern);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,337 @@
+#include "llama-dge-impl.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-model.h"
+
+#include <cmath>
+#include <cstdio>
+#include <new>
+
+int32_t llama_dge_abi_version(void) {
+    return LLAMA_DGE_ABI_VERSION;
+}
+
+struct llama_dge_params llama_dge_default_params(void) {
+    return {
+        /*.policy        =*/ LLAMA_DGE_POLICY_SNAPKV,
+        /*.scores        =*/ LLAMA_DGE_SCORES_DRAFT,
+        /*.pooling       =*/ LLAMA_DGE_POOLING_MAX,
+        /*.draft_pooling =*/ LLAMA_DGE_POOLING_NONE,
+        /*.kernel_size   =*/ 7,
+        /*.budget        =*/ 1024,
+        /*.budget_share  =*/ 0.0f,
+        /*.draft_tokens  =*/ 2,
+        /*.window        =*/ 8,
+        /*.sinks         =*/ 4,
+    };
+}
+
+const char * llama_dge_status_str(int32_t status) {
+    switch (status) {
+        case LLAMA_DGE_OK:              return "success";
+        case LLAMA_DGE_NOTHING_TO_CUT:  return "the prompt is not longer than the budget";
+        case LLAMA_DGE_ERR_PARAMS:      return "a parameter is out of range";
+        case LLAMA_DGE_ERR_UNSUPPORTED: return "eviction is not supported for this model or context";
+        case LLAMA_DGE_ERR_DISABLED:    return "eviction is not enabled";
+        case LLAMA_DGE_ERR_SEQ:         return "the sequence does not hold the positions 0 to n_prompt - 1";
+        case LLAMA_DGE_ERR_QUERIES:     return "queries of the end of the prompt were not captured";
+        case LLAMA_DGE_ERR_SHARED:      return "rows of the sequence belong to another sequence, too";
+        case LLAMA_DGE_ERR_CUT:         return "the sequence was cut already";
+        case LLAMA_DGE_ERR_MEMORY:      return "out of memory";
+        case LLAMA_DGE_ERR_COMPUTE:     return "the scores could not be computed";
+        case LLAMA_DGE_ERR_ABORTED:     return "aborted by the callback";
+        default:                        return "unknown status";
+    }
+}
+
+static llama_dge * llama_dge_get(const struct llama_context * ctx) {
+    auto * kv = llama_dge::get_kv(*ctx);
+
+    return kv ? kv->dge.get() : nullptr;
+}
+
+// the status of a call that needs an enabled context and one of its sequences
+static int32_t llama_dge_check_seq(const struct llama_context * ctx, llama_seq_id seq_id) {
+    const auto * dge = llama_dge_get(ctx);
+
+    if (!dge) {
+        return LLAMA_DGE_ERR_DISABLED;
+    }
+
+    return seq_id >= 0 && (uint32_t) seq_id < dge->n_seq ? LLAMA_DGE_OK : LLAMA_DGE_ERR_SEQ;
+}
+
+static bool llama_dge_params_ok(const llama_dge_params & p) {
+    const auto in = [](int32_t x, int32_t lo, int32_t hi) {
+        return x >= lo && x <= hi;
+    };
+
+    // far above any use, far below an overflow of their sums
+    const int32_t n_max = 1 << 24;
+
+    return llama_dge_get_policy(p.policy) &&
+        in(p.scores,        LLAMA_DGE_SCORES_DRAFT, LLAMA_DGE_SCORES_BOTH) &&
+        in(p.pooling,       LLAMA_DGE_POOLING_MAX,  LLAMA_DGE_POOLING_AVG) &&
+        in(p.draft_pooling, LLAMA_DGE_POOLING_NONE, LLAMA_DGE_POOLING_AVG) &&
+        in(p.kernel_size, 1, n_max) && p.kernel_size % 2 == 1 &&
+        in(p.draft_tokens, 1, n_max) &&
+        in(p.window, 1, n_max) &&
+        in(p.sinks, 0, n_max) &&
+        std::isfinite(p.budget_share) && p.budget_share >= 0.0f && p.budget_share <= 1.0f &&
+        (p.budget_share > 0.0f || in(p.budget,
+            p.window + (p.policy == LLAMA_DGE_POLICY_STREAMINGLLM ? p.sinks : 0), n_max));
+}
+
+int32_t llama_dge_supported(const struct llama_context * ctx, char * reason, size_t n) {
+    const char * why = llama_dge::unsupported(*ctx);
+
+    if (reason && n > 0) {
+        snprintf(reason, n, "%s", why ? why : "");
+    }
+
+    return why ? LLAMA_DGE_ERR_UNSUPPORTED : LLAMA_DGE_OK;
+}
+
+int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_params * params) {
+    if (!params || !llama_dge_params_ok(*params)) {
+        return LLAMA_DGE_ERR_PARAMS;
+    }
+
+    if (const char * why = llama_dge::unsupported(*ctx)) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, why);
+        return LLAMA_DGE_ERR_UNSUPPORTED;
+    }
+
+    auto & kv = *llama_dge::get_kv(*ctx);
+
+    try {
+        ctx->synchronize();
+
+        // queries that a running graph still writes to would be freed
+        llama_dge_ptr created(kv.dge ? nullptr : new llama_dge(kv, kv.get_n_seq_max()));
+
+        auto & dge = created ? *created : *kv.dge;
+
+        if (!dge.set_params(*params)) {
+            return LLAMA_DGE_ERR_MEMORY;
+        }
+
+        dge.rebuild = true;
+
+        if (created) {
+            kv.dge = std::move(created);
+        }
+
+        ctx->sched_reserve();
+        ctx->memory_update(false);
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        return LLAMA_DGE_ERR_MEMORY;
+    }
+
+    return LLAMA_DGE_OK;
+}
+
+int32_t llama_dge_disable(struct llama_context * ctx) {
+    auto * dge = llama_dge_get(ctx);
+
+    if (!dge) {
+        return LLAMA_DGE_OK;
+    }
+    if (llama_dge_any_cut(dge)) {
+        return LLAMA_DGE_ERR_CUT;
+    }
+
+    try {
+        ctx->synchronize();
+
+        // graphs that refer to dge go first
+        llama_dge_on_clear(dge);
+
+        dge->active  = false;
+        dge->rebuild = true;
+
+        ctx->sched_reserve();
+        ctx->memory_update(false);
+
+        llama_dge::get_kv(*ctx)->dge.reset();
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        return LLAMA_DGE_ERR_MEMORY;
+    }
+
+    return LLAMA_DGE_OK;
+}
+
+int32_t llama_dge_seq_arm(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt) {
+    const int32_t status = llama_dge_check_seq(ctx, seq_id);
+
+    return status == LLAMA_DGE_OK ? llama_dge_get(ctx)->arm(seq_id, n_prompt) : status;
+}
+
+int32_t llama_dge_seq_disarm(struct llama_context * ctx, llama_seq_id seq_id) {
+    const int32_t status = llama_dge_check_seq(ctx, seq_id);
+
+    if (status == LLAMA_DGE_OK) {
+        auto & seq = llama_dge_get(ctx)->seqs[seq_id];
+
+        if (seq.state == LLAMA_DGE_STATE_ARMED) {
+            seq = {};
+        }
+    }
+
+    return status;
+}
+
+int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id) {
+    int32_t status = llama_dge_check_seq(ctx, seq_id);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
+
+    auto & dge = *llama_dge_get(ctx);
+    auto & seq = dge.seqs[seq_id];
+
+    const llama_dge_seq before = seq;
+
+    if (seq.state != LLAMA_DGE_STATE_ARMED) {
+        status = dge.arm(seq_id, dge.kv.seq_pos_max(seq_id) + 1);
+        if (status != LLAMA_DGE_OK) {
+            if (status == LLAMA_DGE_ERR_CUT) {
+                return status;
+            }
+            seq       = before;
+            seq.error = status;
+            return status;
+        }
+    }
+
+    try {
+        seq.force = true;
+
+        ctx->sched_reserve();
+        ctx->memory_update(false);
+    } catch (const std::exception & err) {
+        // the cut itself is done or not by now; what failed is the reservation of the next graph
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+    }
+
+    if (seq.state != LLAMA_DGE_STATE_CUT) {
+        status    = seq.error == LLAMA_DGE_OK ? (int32_t) LLAMA_DGE_ERR_COMPUTE : seq.error;
+        seq       = before;
+        seq.error = status;
+    }
+
+    return seq.error;
+}
+
+int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, int32_t n_match) {
+    const int32_t status = llama_dge_check_seq(ctx, seq_id);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
+    if (n_prompt < 1 || n_match < 0 || n_match > n_prompt) {
+        return LLAMA_DGE_ERR_PARAMS;
+    }
+
+    const auto & dge = *llama_dge_get(ctx);
+
+    if (n_prompt <= dge.resolve_budget(n_prompt)) {
+        return n_match;
+    }
+
+    llama_pos p0;
+    llama_pos p1;
+    dge.needed_queries(n_prompt, n_prompt, p0, p1);
+
+    // queries at n_match and above are captured when their rows are evaluated
+    return dge.captured(seq_id, p0, std::min(p1, n_match)) ? n_match : std::min(p0, n_match);
+}
+
+int32_t llama_dge_get_seq_info(const struct llama_context * ctx, llama_seq_id seq_id, struct llama_dge_seq_info * info) {
+    const int32_t status = llama_dge_check_seq(ctx, seq_id);
+
+    if (status == LLAMA_DGE_OK) {
+        llama_dge_get(ctx)->info(seq_id, *info);
+    }
+
+    return status;
+}
+
+int32_t llama_dge_get_layers(const struct llama_context * ctx, int32_t * layers, int32_t n) {
+    if (llama_dge::unsupported(*ctx)) {
+        return 0;
+    }
+
+    const auto ids = llama_dge::get_kv(*ctx)->get_layer_ids();
+
+    for (int32_t i = 0; i < n && i < (int32_t) ids.size(); ++i) {
+        layers[i] = ids[i];
+    }
+
+    return ids.size();
+}
+
+int32_t llama_dge_get_n_head_kv(const struct llama_context * ctx, int32_t il) {
+    if (!llama_dge::unsupported(*ctx)) {
+        for (const uint32_t id : llama_dge::get_kv(*ctx)->get_layer_ids()) {
+            if ((int32_t) id == il) {
+                return ctx->get_model().hparams.n_head_kv(il);
+            }
+        }
+    }
+
+    return LLAMA_DGE_ERR_PARAMS;
+}
+
+int32_t llama_dge_get_kept(
+        const struct llama_context * ctx, llama_seq_id seq_id, int32_t il, int32_t ih, llama_pos * pos, int32_t n) {
+    const int32_t status = llama_dge_check_seq(ctx, seq_id);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
+
+    const auto & dge = *llama_dge_get(ctx);
+    const auto & seq = dge.seqs[seq_id];
+
+    if (seq.state != LLAMA_DGE_STATE_CUT) {
+        return LLAMA_DGE_ERR_SEQ;
+    }
+
+    for (size_t i = 0; i < dge.layers.size(); ++i) {
+        if (dge.layers[i].il != il) {
+            continue;
+        }
+        if (ih < 0 || (size_t) ih >= seq.kept[i].size()) {
+            break;
+        }
+
+        std::vector<llama_pos> all(seq.kept[i][ih].begin(), seq.kept[i][ih].end());
+        for (llama_pos p = seq.pos_min; p < seq.n_before; ++p) {
+            all.push_back(p);
+        }
+
+        for (size_t j = 0; j < all.size() && (int32_t) j < n; ++j) {
+            pos[j] = all[j];
+        }
+
+        return all.size();
+    }
+
+    return LLAMA_DGE_ERR_PARAMS;
+}
+
+int32_t llama_dge_debug_poison(struct llama_context * ctx, uint16_t pattern) {
+    auto * dge = llama_dge_get(ctx);
+    if (!dge) {
+        return LLAMA_DGE_ERR_DISABLED;
+    }
+
+    ctx->synchronize();
+
+    int32_t n_cells = 0;
+    dge->poison(pattern, n_cells);
+
+    return n_cells;
+}

@@ -1,0 +1,214 @@
+#include "llama-dge-impl.h"
+
+#include "llama-hparams.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <cstring>
+
+static bool llama_dge_is_host(const ggml_tensor * t) {
+    return ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
+}
+
+// the data of a cache tensor on the host: in place where the buffer is host memory, else a copy
+static const uint8_t * llama_dge_host_data(const ggml_tensor * t, std::vector<uint8_t> & copy) {
+    if (llama_dge_is_host(t)) {
+        return (const uint8_t *) t->data;
+    }
+
+    copy.resize(ggml_nbytes(t));
+    ggml_backend_tensor_get(t, copy.data(), 0, copy.size());
+
+    return copy.data();
+}
+
+// runs of neighbouring cells: { first index into dst, length }
+static std::vector<std::pair<size_t, size_t>> llama_dge_runs(const std::vector<uint32_t> & dst) {
+    std::vector<std::pair<size_t, size_t>> runs;
+
+    for (size_t i = 0; i < dst.size(); ++i) {
+        if (i == 0 || dst[i] != dst[i - 1] + 1) {
+            runs.push_back({ i, 0 });
+        }
+        runs.back().second++;
+    }
+
+    return runs;
+}
+
+// Moves the kept rows of every layer and head into the first cells of the sequence and frees the others. Blocks of
+// quantized types are moved as they are.
+void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past) {
+    const uint32_t strm    = kv.seq_to_stream[seq_id];
+    const auto &   hparams = kv.hparams;
+
+    const size_t n_rows = cells.size();
+    const size_t n_cap  = kept[0][0].size();
+    const size_t n_tail = n_rows - n_past; // window, draft and what came after
+    const size_t n_keep = n_cap + n_tail;
+
+    std::vector<uint32_t> dst(cells);
+    std::sort(dst.begin(), dst.end());
+    dst.resize(n_keep);
+
+    const auto runs = llama_dge_runs(dst);
+
+    // cell that row r of the result comes from
+    const auto src = [&](const llama_dge_rows & rows, size_t r) {
+        return cells[r < n_cap ? rows[r] : n_past + (r - n_cap)];
+    };
+
+    // a layer is gathered into `out` before any of it is written, so order and overlap of cells do not matter
+    std::vector<uint8_t> out;
+    std::vector<uint8_t> copy;
+
+    // memory runs out here or not at all: once a row has moved there is no way back
+    for (const auto & layer : kv.layers) {
+        for (const ggml_tensor * t : { layer.k_stream[strm], layer.v_stream[strm] }) {
+            out.reserve(std::max(out.capacity(), n_keep*t->nb[1]));
+            if (!llama_dge_is_host(t)) {
+                copy.reserve(std::max(copy.capacity(), ggml_nbytes(t)));
+            }
+        }
+    }
+
+    for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
+        const int32_t il        = kv.layers[ikv].il;
+        const size_t  n_head_kv = hparams.n_head_kv(il);
+
+        {
+            ggml_tensor * k = kv.layers[ikv].k_stream[strm];
+
+            const size_t size_row  = k->nb[1];
+            const size_t size_head = ggml_row_size(k->type, hparams.n_embd_head_k(il));
+
+            const uint8_t * data = llama_dge_host_data(k, copy);
+
+            out.resize(n_keep*size_row);
+
+            for (size_t ih = 0; ih < n_head_kv; ++ih) {
+                for (size_t r = 0; r < n_keep; ++r) {
+                    memcpy(out.data() + r*size_row + ih*size_head,
+                            data + src(kept[ikv][ih], r)*size_row + ih*size_head, size_head);
+                }
+            }
+
+            for (const auto & [i, n] : runs) {
+                ggml_backend_tensor_set(k, out.data() + i*size_row, dst[i]*size_row, n*size_row);
+            }
+        }
+
+        ggml_tensor * v = kv.layers[ikv].v_stream[strm];
+
+        const uint8_t * data = llama_dge_host_data(v, copy);
+
+        if (!kv.v_trans) {
+            const size_t size_row  = v->nb[1];
+            const size_t size_head = ggml_row_size(v->type, hparams.n_embd_head_v(il));
+
+            out.resize(n_keep*size_row);
+
+            for (size_t ih = 0; ih < n_head_kv; ++ih) {
+                for (size_t r = 0; r < n_keep; ++r) {
+                    memcpy(out.data() + r*size_row + ih*size_head,
+                            data + src(kept[ikv][ih], r)*size_row + ih*size_head, size_head);
+                }
+            }
+
+            for (const auto & [i, n] : runs) {
+                ggml_backend_tensor_set(v, out.data() + i*size_row, dst[i]*size_row, n*size_row);
+            }
+        } else {
+            // one row of the transposed cache holds one element of all cells
+            const size_t size_el  = ggml_type_size(v->type);
+            const size_t size_row = size_el*v->ne[1];
+            const size_t n_embd   = hparams.n_embd_head_v(il);
+
+            out.resize(n_keep*size_el);
+
+            for (size_t j = 0; j < n_embd*n_head_kv; ++j) {
+                const auto & rows = kept[ikv][j/n_embd];
+
+                for (size_t r = 0; r < n_keep; ++r) {
+                    memcpy(out.data() + r*size_el, data + j*size_row + src(rows, r)*size_el, size_el);
+                }
+
+                for (const auto & [i, n] : runs) {
+                    ggml_backend_tensor_set(v, out.data() + i*size_el, j*size_row + dst[i]*size_el, n*size_el);
+                }
+            }
+        }
+    }
+
+    // cells: past rows get ascending positions of their own (heads differ in what they hold), the others keep theirs
+    auto & kv_cells = kv.v_cells[strm];
+
+    std::vector<llama_kv_cell_ext> ext(n_keep);
+    for (size_t r = n_cap; r < n_keep; ++r) {
+        ext[r] = kv_cells.ext_get(cells[n_past + (r - n_cap)]);
+    }
+
+    for (const uint32_t cell : cells) {
+        kv_cells.rm(cell);
+    }
+
+    for (size_t r = 0; r < n_keep; ++r) {
+        kv_cells.pos_set(dst[r], (llama_pos) (r < n_cap ? r : n_past + (r - n_cap)));
+        kv_cells.ext_set(dst[r], ext[r]);
+        kv_cells.seq_add(dst[r], seq_id);
+    }
+
+    // the search for free cells starts behind the rows that were moved, in the gap that the cut left
+    kv.v_heads[strm] = dst.empty() ? 0 : dst.back() + 1;
+}
+
+uint32_t llama_dge::n_head_kv(size_t ikv) const {
+    return kv.hparams.n_head_kv(kv.layers[ikv].il);
+}
+
+int64_t llama_dge::row_bytes() const {
+    int64_t res = 0;
+
+    for (const auto & layer : kv.layers) {
+        res += ggml_row_size(layer.k->type, kv.hparams.n_embd_k_gqa(layer.il));
+        res += ggml_row_size(layer.v->type, kv.hparams.n_embd_v_gqa(layer.il));
+    }
+
+    return res;
+}
+
+void llama_dge::poison(uint16_t pattern, int32_t & n_cells) {
+    n_cells = 0;
+
+    for (uint32_t strm = 0; strm < kv.n_stream; ++strm) {
+        const auto & cells = kv.v_cells[strm];
+
+        for (uint32_t i = 0; i < cells.size(); ++i) {
+            if (!cells.is_empty(i)) {
+                continue;
+            }
+            n_cells++;
+
+            for (const auto & layer : kv.layers) {
+                ggml_tensor * k = layer.k_stream[strm];
+                ggml_tensor * v = layer.v_stream[strm];
+
+                const auto fill = [&](ggml_tensor * t, size_t offset, size_t size) {
+                    std::vector<uint16_t> data((size + 1)/2, pattern);
+                    ggml_backend_tensor_set(t, data.data(), offset, size);
+                };
+
+                fill(k, i*k->nb[1], k->nb[1]);
+
+                if (!kv.v_trans) {
+                    fill(v, i*v->nb[1], v->nb[1]);
+                } else {
+                    const size_t size_el = ggml_type_size(v->type);
+                    for (int64_t j = 0; j < v->ne[0]; ++j) {
+                        fill(v, (j*v->ne[1] + i)*size_el, size_el);
+                    }
+                }
+            }
+        }
+    }
+}

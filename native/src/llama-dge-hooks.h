@@ -1,0 +1,75 @@
+#pragma once
+
+#include "llama.h"
+
+#include <cstdint>
+#include <memory>
+
+// Call sites of DGE in llama.cpp's own files. Every function accepts a null `dge` and then does what stock does.
+
+struct llama_dge;
+struct llama_ubatch;
+class llm_graph_result;
+class llama_io_read_i;
+class llama_io_write_i;
+
+struct llama_dge_deleter {
+    void operator()(llama_dge * dge) const;
+};
+
+using llama_dge_ptr = std::unique_ptr<llama_dge, llama_dge_deleter>;
+
+//
+// sequence life; p0 and p1 may be negative as in llama_memory_i
+//
+
+void llama_dge_on_clear(llama_dge * dge);
+
+// false: refused, change nothing
+bool llama_dge_on_seq_rm   (llama_dge * dge, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+bool llama_dge_on_seq_cp   (llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
+bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id);
+
+void llama_dge_on_seq_keep(llama_dge * dge, llama_seq_id seq_id);
+
+// the same questions without a change, for caches that consist of two
+bool llama_dge_may_seq_cp   (const llama_dge * dge, llama_seq_id seq_id_src, llama_pos p0, llama_pos p1);
+bool llama_dge_may_seq_shift(const llama_dge * dge, llama_seq_id seq_id);
+
+// pos_min, or the first position from which on no row is missing
+llama_pos llama_dge_seq_pos_min(const llama_dge * dge, llama_seq_id seq_id, llama_pos pos_min);
+
+bool llama_dge_any_cut(const llama_dge * dge);
+
+//
+// the cut is a memory update: it runs at the start of llama_decode()
+//
+
+bool llama_dge_is_due(const llama_dge * dge);
+bool llama_dge_update(llama_dge * dge, llama_context * lctx);
+
+//
+// capture of queries while the prompt is evaluated
+//
+
+// q_cur: [n_embd_head, n_head, n_tokens] as attention uses it (RoPE and rotation applied)
+void llama_dge_build_capture(
+              llama_dge * dge,
+       llm_graph_result * res,
+     const llama_ubatch & ubatch,
+            ggml_tensor * q_cur,
+            ggml_tensor * kq_b,
+            ggml_tensor * sinks,
+                  float   kq_scale,
+                    int   il);
+
+//
+// state: a section in front of the cache's own data, written only if it holds a sequence that was cut
+//
+
+void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_seq_id seq_id);
+
+// `n_stream` is what the reader found in the place of the stream count; where it is the mark of a section, the section
+// is read and n_stream replaced by the real count. throws std::runtime_error
+void llama_dge_state_read    (llama_dge * dge, llama_io_read_i & io, llama_seq_id seq_id, uint32_t & n_stream);
+void llama_dge_state_read_end(llama_dge * dge);

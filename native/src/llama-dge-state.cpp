@@ -1,0 +1,170 @@
+#include "llama-dge-impl.h"
+
+#include "llama-impl.h"
+#include "llama-io.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+// A state without a cut sequence is byte for byte a stock state. One with a cut sequence starts with this mark where
+// stock expects its small stream count, so that stock, and this library with DGE off, refuse it.
+static constexpr uint32_t LLAMA_DGE_STATE_MARK    = 0xd6ed6e01u;
+static constexpr uint32_t LLAMA_DGE_STATE_VERSION = 1;
+
+// fixed part of a sequence in the section; rows follow: per layer and head a count and the positions
+struct llama_dge_state_seq {
+    int32_t seq_id;
+    int32_t n_prompt;
+    int32_t n_draft;
+    int32_t budget;
+    int32_t n_before;
+    int32_t n_after;
+    int32_t boundary;
+    int32_t pos_min;
+    int64_t bytes_before;
+    int64_t bytes_after;
+};
+
+template <typename T>
+static T llama_dge_read(llama_io_read_i & io) {
+    T res;
+    io.read(&res, sizeof(res));
+    return res;
+}
+
+template <typename T>
+static void llama_dge_write(llama_io_write_i & io, const T & value) {
+    io.write(&value, sizeof(value));
+}
+
+static void llama_dge_state_check(bool ok, const char * what) {
+    if (!ok) {
+        throw std::runtime_error(std::string("the DGE section of the state cannot be used: ") + what);
+    }
+}
+
+void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_seq_id seq_id) {
+    if (!dge) {
+        return;
+    }
+
+    std::vector<uint32_t> ids;
+    for (uint32_t s = 0; s < dge->n_seq; ++s) {
+        if ((seq_id == -1 || (llama_seq_id) s == seq_id) && dge->seqs[s].state == LLAMA_DGE_STATE_CUT) {
+            ids.push_back(s);
+        }
+    }
+
+    if (ids.empty()) {
+        return;
+    }
+
+    llama_dge_write(io, LLAMA_DGE_STATE_MARK);
+    llama_dge_write(io, LLAMA_DGE_STATE_VERSION);
+    llama_dge_write(io, (uint32_t) dge->layers.size());
+
+    for (size_t i = 0; i < dge->layers.size(); ++i) {
+        llama_dge_write(io, dge->layers[i].il);
+        llama_dge_write(io, dge->n_head_kv(i));
+    }
+
+    llama_dge_write(io, (uint32_t) ids.size());
+
+    for (const uint32_t s : ids) {
+        const auto & seq = dge->seqs[s];
+
+        llama_dge_write(io, llama_dge_state_seq {
+            (int32_t) s, seq.n_prompt, seq.n_draft, seq.budget, seq.n_before, seq.n_after, seq.boundary, seq.pos_min,
+            seq.bytes_before, seq.bytes_after,
+        });
+
+        for (const auto & heads : seq.kept) {
+            for (const auto & rows : heads) {
+                llama_dge_write(io, (uint32_t) rows.size());
+                io.write(rows.data(), rows.size()*sizeof(rows[0]));
+            }
+        }
+    }
+}
+
+void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id seq_id, uint32_t & n_stream) {
+    if (dge) {
+        dge->pending.clear();
+    }
+
+    if (n_stream != LLAMA_DGE_STATE_MARK) {
+        return;
+    }
+
+    llama_dge_state_check(dge, "it holds a sequence that was cut; enable DGE on this context first");
+    llama_dge_state_check(llama_dge_read<uint32_t>(io) == LLAMA_DGE_STATE_VERSION, "unknown version");
+    llama_dge_state_check(llama_dge_read<uint32_t>(io) == dge->layers.size(), "another number of layers");
+
+    for (size_t i = 0; i < dge->layers.size(); ++i) {
+        llama_dge_state_check(llama_dge_read<int32_t> (io) == dge->layers[i].il,  "other layers");
+        llama_dge_state_check(llama_dge_read<uint32_t>(io) == dge->n_head_kv(i), "other heads");
+    }
+
+    const uint32_t n_seq = llama_dge_read<uint32_t>(io);
+    llama_dge_state_check(n_seq >= 1 && n_seq <= (seq_id == -1 ? dge->n_seq : 1), "too many sequences");
+
+    for (uint32_t i = 0; i < n_seq; ++i) {
+        const auto head = llama_dge_read<llama_dge_state_seq>(io);
+
+        const llama_seq_id dst = seq_id == -1 ? head.seq_id : seq_id;
+
+        const int32_t n_cap = head.n_after - (head.n_before - head.pos_min);
+
+        llama_dge_state_check(dst >= 0 && (uint32_t) dst < dge->n_seq, "a sequence out of range");
+        llama_dge_state_check(
+                head.pos_min  >= 0 && head.pos_min < head.n_prompt && head.boundary == head.n_prompt - 1 &&
+                head.n_before == head.n_prompt + head.n_draft && head.n_draft >= 0 &&
+                n_cap >= 0 && n_cap < head.pos_min && (uint32_t) head.n_after <= dge->kv.get_size(), "damaged counts");
+
+        llama_dge_seq seq;
+
+        seq.state        = LLAMA_DGE_STATE_CUT;
+        seq.n_prompt     = head.n_prompt;
+        seq.n_draft      = head.n_draft;
+        seq.budget       = head.budget;
+        seq.n_before     = head.n_before;
+        seq.n_after      = head.n_after;
+        seq.boundary     = head.boundary;
+        seq.pos_min      = head.pos_min;
+        seq.bytes_before = head.bytes_before;
+        seq.bytes_after  = head.bytes_after;
+
+        for (size_t i = 0; i < dge->layers.size(); ++i) {
+            auto & heads = seq.kept.emplace_back(dge->n_head_kv(i));
+
+            for (auto & rows : heads) {
+                llama_dge_state_check(llama_dge_read<uint32_t>(io) == (uint32_t) n_cap, "damaged rows");
+
+                rows.resize(n_cap);
+                io.read(rows.data(), rows.size()*sizeof(rows[0]));
+
+                for (int32_t r = 0; r < n_cap; ++r) {
+                    llama_dge_state_check(
+                            rows[r] >= (r > 0 ? rows[r - 1] + 1 : 0) && rows[r] < head.pos_min, "damaged rows");
+                }
+            }
+        }
+
+        dge->pending.emplace_back(dst, std::move(seq));
+    }
+
+    n_stream = llama_dge_read<uint32_t>(io);
+}
+
+void llama_dge_state_read_end(llama_dge * dge) {
+    if (!dge) {
+        return;
+    }
+
+    for (auto & [seq_id, seq] : dge->pending) {
+        dge->seqs[seq_id] = std::move(seq);
+    }
+
+    dge->pending.clear();
+}

@@ -1,0 +1,601 @@
+#include "llama-dge-impl.h"
+
+#include "llama-context.h"
+#include "llama-hparams.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <stdexcept>
+
+//
+// support
+//
+
+llama_kv_cache * llama_dge::get_kv(const llama_context & lctx) {
+    auto * memory = lctx.get_memory();
+
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+        return iswa->get_base();
+    }
+
+    return dynamic_cast<llama_kv_cache *>(memory);
+}
+
+const char * llama_dge::unsupported(const llama_context & lctx) {
+    const auto & model   = lctx.get_model();
+    const auto & hparams = model.hparams;
+    const auto & cparams = lctx.get_cparams();
+
+    if (llama_model_has_encoder(&model)) {
+        return "the model has an encoder";
+    }
+    if (cparams.embeddings) {
+        return "the context computes embeddings";
+    }
+    if (!lctx.get_memory()) {
+        return "the model has no memory to cut";
+    }
+    if (!cparams.causal_attn || !hparams.causal_attn) {
+        return "attention is not causal";
+    }
+
+    const auto * kv = get_kv(lctx);
+
+    if (!kv) {
+        return "the model's memory is not a plain or sliding-window KV cache (recurrent, hybrid, or one of its own)";
+    }
+    if (hparams.is_mla()) {
+        return "the model uses multi-head latent attention (MLA)";
+    }
+    if (hparams.f_max_alibi_bias > 0.0f) {
+        return "the model uses ALiBi: its bias needs the true distance to every row";
+    }
+    if (hparams.n_pos_per_embd() > 1) {
+        return "the model uses M-RoPE positions";
+    }
+    if (hparams.ple_n_heads > 0) {
+        return "the model embeds n-grams of past tokens, which it looks up in the cache";
+    }
+    if (model.arch == LLM_ARCH_GROK) {
+        return "the attention of Grok scales its logits in a way of its own";
+    }
+    if (model.split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
+        return "split mode \"tensor\" spreads a layer's cache over several devices";
+    }
+    if (kv->other || kv->v_cells_impl.use_count() > 1) {
+        return "the cache is shared with another context";
+    }
+    if (kv->layers.empty()) {
+        return "no layer has a cache that could be cut";
+    }
+    if (kv->map_layer_ids.size() != kv->layers.size()) {
+        return "several layers share one cache";
+    }
+    for (const auto & layer : kv->layers) {
+        const uint32_t n_head_kv = hparams.n_head_kv(layer.il);
+        if (n_head_kv == 0 || hparams.n_head(layer.il) % n_head_kv != 0) {
+            return "a layer has no KV heads, or not the same number of query heads for each";
+        }
+        if (!layer.v) {
+            return "a layer has no V cache of its own";
+        }
+    }
+
+    return nullptr;
+}
+
+//
+// llama_dge
+//
+
+llama_dge::llama_dge(llama_kv_cache & kv, uint32_t n_seq) : kv(kv), n_seq(n_seq), layers(kv.layers.size()), seqs(n_seq) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        layers[i].il = kv.layers[i].il;
+    }
+}
+
+bool llama_dge::set_params(const llama_dge_params & params_new) {
+    const llama_dge_select_params sel = { params_new.policy, params_new.scores, 0, 0, 1, 0 };
+
+    const bool     scored     = llama_dge_needs_window_scores(sel) || llama_dge_needs_draft_scores(sel);
+    const uint32_t n_ring_new = scored ? params_new.window + params_new.draft_tokens - 1 : 0;
+
+    std::vector<ggml_tensor *> rings(layers.size(), nullptr);
+    decltype(ring_bufs)        bufs;
+
+    if (n_ring_new > 0) {
+        // beside the layer's K, so that a capture stays on the device
+        std::map<ggml_backend_buffer_type_t, ggml_context_ptr> ctxs;
+
+        for (size_t i = 0; i < layers.size(); ++i) {
+            auto & ctx = ctxs[ggml_backend_buffer_get_type(kv.layers[i].k->buffer)];
+            if (!ctx) {
+                ctx.reset(ggml_init({ layers.size()*ggml_tensor_overhead(), nullptr, true }));
+            }
+
+            const int64_t n_embd = (int64_t) kv.hparams.n_embd_head_k(layers[i].il)*kv.hparams.n_head(layers[i].il);
+
+            rings[i] = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_embd, (int64_t) n_ring_new*n_seq);
+            ggml_format_name(rings[i], "dge_q_l%d", layers[i].il);
+        }
+
+        for (auto & [buft, ctx] : ctxs) {
+            ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+            if (!buf) {
+                return false;
+            }
+            ggml_backend_buffer_clear(buf.get(), 0);
+            bufs.emplace_back(std::move(ctx), std::move(buf));
+        }
+    }
+
+    params    = params_new;
+    n_ring    = n_ring_new;
+    ring_bufs = std::move(bufs);
+    ring_pos.assign((size_t) n_ring*n_seq, -1);
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        layers[i].ring = rings[i];
+    }
+    for (auto & seq : seqs) {
+        if (seq.state == LLAMA_DGE_STATE_ARMED) {
+            seq = {};
+        }
+    }
+
+    return true;
+}
+
+int32_t llama_dge::resolve_budget(int32_t n_prompt) const {
+    if (params.budget_share > 0.0f) {
+        // a small share of a short prompt must leave more than the window
+        const int32_t n_min = params.window + (params.policy == LLAMA_DGE_POLICY_STREAMINGLLM ? std::max(params.sinks, 1) : 1);
+
+        return std::max((int32_t) std::lround((double) params.budget_share*n_prompt), n_min);
+    }
+
+    return params.budget;
+}
+
+void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0, llama_pos & p1) const {
+    const llama_dge_select_params sel = { params.policy, params.scores, 0, 0, 1, 0 };
+
+    const bool window = llama_dge_needs_window_scores(sel);
+    const bool draft  = llama_dge_needs_draft_scores(sel);
+
+    p0 = window ? n_prompt - params.window : n_prompt - 1;
+    p1 = draft  ? std::min(n_prompt + params.draft_tokens - 1, n_rows) : n_prompt;
+
+    if (!window && !draft) {
+        p0 = p1 = 0;
+    }
+}
+
+int32_t llama_dge::map_cells(llama_seq_id seq_id, std::vector<uint32_t> & cells) const {
+    const auto & kv_cells = kv.v_cells[kv.seq_to_stream[seq_id]];
+
+    const int32_t n = kv_cells.seq_pos_max(seq_id) + 1;
+    if (n <= 0) {
+        return LLAMA_DGE_ERR_SEQ;
+    }
+
+    cells.assign(n, std::numeric_limits<uint32_t>::max());
+
+    int32_t n_found = 0;
+
+    for (uint32_t i = 0; i < kv_cells.size(); ++i) {
+        if (kv_cells.is_empty(i) || !kv_cells.seq_has(i, seq_id)) {
+            continue;
+        }
+        if (kv_cells.seq_count(i) > 1) {
+            return LLAMA_DGE_ERR_SHARED;
+        }
+        if (kv_cells.get_shift(i) != 0) {
+            return LLAMA_DGE_ERR_SEQ;
+        }
+
+        auto & cell = cells[kv_cells.pos_get(i)];
+        n_found += cell == std::numeric_limits<uint32_t>::max();
+        cell     = i;
+    }
+
+    return n_found == n ? LLAMA_DGE_OK : LLAMA_DGE_ERR_SEQ;
+}
+
+bool llama_dge::is_due(llama_seq_id seq_id) const {
+    const auto & seq = seqs[seq_id];
+
+    if (seq.state != LLAMA_DGE_STATE_ARMED) {
+        return false;
+    }
+
+    const llama_pos pos_max = kv.v_cells[kv.seq_to_stream[seq_id]].seq_pos_max(seq_id);
+
+    return seq.force || pos_max + 1 >= seq.n_prompt + params.draft_tokens - 1;
+}
+
+int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
+    auto & seq = seqs[seq_id];
+
+    if (seq.state == LLAMA_DGE_STATE_CUT) {
+        return LLAMA_DGE_ERR_CUT;
+    }
+
+    seq = {};
+
+    std::vector<uint32_t> cells;
+
+    const int32_t status = map_cells(seq_id, cells);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
+
+    const int32_t n_rows = cells.size();
+    if (n_prompt < 1 || n_prompt > n_rows) {
+        return LLAMA_DGE_ERR_SEQ;
+    }
+    if (n_prompt <= resolve_budget(n_prompt)) {
+        return LLAMA_DGE_NOTHING_TO_CUT;
+    }
+
+    llama_pos p0;
+    llama_pos p1;
+    needed_queries(n_prompt, n_rows, p0, p1);
+
+    if (!captured(seq_id, p0, p1)) {
+        return LLAMA_DGE_ERR_QUERIES;
+    }
+
+    seq.state    = LLAMA_DGE_STATE_ARMED;
+    seq.n_prompt = n_prompt;
+
+    return LLAMA_DGE_OK;
+}
+
+int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
+    auto & seq = seqs[seq_id];
+
+    std::vector<uint32_t> cells;
+
+    int32_t status = map_cells(seq_id, cells);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
+
+    const int32_t n_rows = cells.size();
+    if (seq.n_prompt > n_rows) {
+        return LLAMA_DGE_ERR_SEQ;
+    }
+
+    const int32_t budget = resolve_budget(seq.n_prompt);
+    if (seq.n_prompt <= budget) {
+        return LLAMA_DGE_NOTHING_TO_CUT;
+    }
+
+    llama_dge_select_input input;
+
+    input.params = { params.policy, params.scores, params.pooling, params.draft_pooling, params.kernel_size, params.sinks };
+    input.n_past = seq.n_prompt - params.window;
+    input.n_cap  = budget       - params.window;
+    input.layers.resize(layers.size());
+
+    llama_pos p0;
+    llama_pos p1;
+    needed_queries(seq.n_prompt, n_rows, p0, p1);
+
+    if (!captured(seq_id, p0, p1)) {
+        return LLAMA_DGE_ERR_QUERIES;
+    }
+
+    // the last decode may still run
+    ggml_backend_sched_synchronize(lctx.get_sched());
+
+    const int64_t t0 = ggml_time_us();
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        auto & scores = input.layers[i];
+
+        scores.n_head_kv = kv.hparams.n_head_kv(layers[i].il);
+
+        if (p0 == p1) {
+            continue;
+        }
+        if (!layers[i].seen || layers[i].has_bias) {
+            return LLAMA_DGE_ERR_UNSUPPORTED;
+        }
+
+        if (llama_dge_needs_window_scores(input.params)) {
+            status = score_layer(lctx, i, seq_id, cells, p0, seq.n_prompt, input.n_past, scores.window);
+        }
+        if (status == LLAMA_DGE_OK && llama_dge_needs_draft_scores(input.params)) {
+            status = score_layer(lctx, i, seq_id, cells, seq.n_prompt - 1, p1, input.n_past, scores.draft);
+        }
+        if (status != LLAMA_DGE_OK) {
+            return status;
+        }
+    }
+
+    const int64_t t1 = ggml_time_us();
+
+    llama_dge_kept kept = llama_dge_select(input);
+
+    const int64_t t2 = ggml_time_us();
+
+    compact(seq_id, cells, kept, input.n_past);
+
+    const int64_t t3 = ggml_time_us();
+
+    seq.state        = LLAMA_DGE_STATE_CUT;
+    seq.n_draft      = n_rows - seq.n_prompt;
+    seq.budget       = budget;
+    seq.n_before     = n_rows;
+    seq.n_after      = n_rows - input.n_past + input.n_cap;
+    seq.boundary     = seq.n_prompt - 1;
+    seq.pos_min      = input.n_past;
+    seq.kept         = std::move(kept);
+    seq.bytes_before = row_bytes()*seq.n_before;
+    seq.bytes_after  = row_bytes()*seq.n_after;
+    seq.t_score_us   = t1 - t0;
+    seq.t_select_us  = t2 - t1;
+    seq.t_compact_us = t3 - t2;
+
+    n_cuts++;
+
+    LLAMA_LOG_DEBUG("%s: seq %d: %d -> %d rows, score %.1f ms, select %.1f ms, compact %.1f ms\n", __func__, seq_id,
+            seq.n_before, seq.n_after, seq.t_score_us/1e3, seq.t_select_us/1e3, seq.t_compact_us/1e3);
+
+    return LLAMA_DGE_OK;
+}
+
+void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
+    const auto & seq   = seqs[seq_id];
+    const auto & cells = kv.v_cells[kv.seq_to_stream[seq_id]];
+
+    info = {};
+
+    info.state         = seq.state;
+    info.error         = seq.error;
+    info.n_prompt      = seq.n_prompt;
+    info.n_draft       = seq.n_draft;
+    info.budget        = seq.budget;
+    info.n_rows_before = seq.n_before;
+    info.n_rows_after  = seq.n_after;
+    info.n_layer       = seq.state == LLAMA_DGE_STATE_CUT ? layers.size() : 0;
+    info.boundary      = seq.boundary;
+    info.pos_min       = seq.pos_min;
+    info.bytes_before  = seq.bytes_before;
+    info.bytes_after   = seq.bytes_after;
+    info.t_score_us    = seq.t_score_us;
+    info.t_select_us   = seq.t_select_us;
+    info.t_compact_us  = seq.t_compact_us;
+    info.n_cuts        = n_cuts;
+
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        info.n_rows += !cells.is_empty(i) && cells.seq_has(i, seq_id);
+    }
+
+    llama_kv_cache::slot_info sinfo;
+    sinfo.resize(1);
+    sinfo.strm[0] = kv.seq_to_stream[seq_id];
+
+    info.n_kv = kv.get_n_kv(sinfo);
+}
+
+//
+// hooks: life of a sequence
+//
+
+void llama_dge_deleter::operator()(llama_dge * dge) const {
+    delete dge;
+}
+
+static bool llama_dge_has(const llama_dge * dge, llama_seq_id seq_id) {
+    return dge && seq_id >= 0 && (uint32_t) seq_id < dge->n_seq;
+}
+
+static bool llama_dge_is_cut(const llama_dge * dge, llama_seq_id seq_id) {
+    return llama_dge_has(dge, seq_id) && dge->seqs[seq_id].state == LLAMA_DGE_STATE_CUT;
+}
+
+static void llama_dge_forget(llama_dge * dge, llama_seq_id seq_id) {
+    dge->seqs[seq_id] = {};
+    dge->capture_drop(seq_id, 0);
+}
+
+void llama_dge_on_clear(llama_dge * dge) {
+    for (uint32_t s = 0; dge && s < dge->n_seq; ++s) {
+        llama_dge_forget(dge, s);
+    }
+}
+
+bool llama_dge_on_seq_rm(llama_dge * dge, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    if (!dge) {
+        return true;
+    }
+
+    const llama_seq_id s0 = seq_id < 0 ? 0                         : seq_id;
+    const llama_seq_id s1 = seq_id < 0 ? (llama_seq_id) dge->n_seq : seq_id + 1;
+
+    const auto whole = [&](llama_seq_id s) {
+        return p0 <= 0 && p1 > dge->kv.seq_pos_max(s);
+    };
+
+    for (llama_seq_id s = s0; s < s1; ++s) {
+        // an empty range removes nothing, so there is nothing to refuse
+        if (llama_dge_is_cut(dge, s) && p0 < p1 && p0 <= dge->seqs[s].boundary && !whole(s)) {
+            LLAMA_LOG_DEBUG("%s: seq %d was cut, rows up to position %d cannot be removed in part\n", __func__, s,
+                    dge->seqs[s].boundary);
+            return false;
+        }
+    }
+
+    for (llama_seq_id s = s0; s < s1; ++s) {
+        if (!llama_dge_has(dge, s)) {
+            continue;
+        }
+        if (whole(s)) {
+            llama_dge_forget(dge, s);
+            continue;
+        }
+        if (p0 < p1) {
+            dge->capture_drop(s, p0);
+
+            auto & seq = dge->seqs[s];
+            if (seq.state == LLAMA_DGE_STATE_ARMED && p0 < seq.n_prompt) {
+                seq = {};
+            }
+        }
+    }
+
+    return true;
+}
+
+bool llama_dge_may_seq_cp(const llama_dge * dge, llama_seq_id seq_id_src, llama_pos p0, llama_pos p1) {
+    if (!llama_dge_is_cut(dge, seq_id_src)) {
+        return true;
+    }
+
+    if (p0 <= 0 && (p1 < 0 || p1 > dge->kv.seq_pos_max(seq_id_src))) {
+        return true;
+    }
+
+    LLAMA_LOG_ERROR("%s: seq %d was cut, it can be copied as a whole only\n", __func__, seq_id_src);
+
+    return false;
+}
+
+bool llama_dge_on_seq_cp(llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    if (!dge || seq_id_src == seq_id_dst) {
+        return true;
+    }
+
+    if (!llama_dge_may_seq_cp(dge, seq_id_src, p0, p1)) {
+        return false;
+    }
+
+    const bool cut = llama_dge_is_cut(dge, seq_id_src);
+
+    if (cut && (!llama_dge_has(dge, seq_id_dst) || dge->kv.seq_pos_max(seq_id_dst) >= 0)) {
+        LLAMA_LOG_ERROR("%s: seq %d was cut, it can be copied into an empty sequence below %u only\n", __func__,
+                seq_id_src, dge->n_seq);
+        return false;
+    }
+
+    if (llama_dge_has(dge, seq_id_dst)) {
+        // the queries of the source are not copied: the rows are shared, so there will be no cut
+        llama_dge_forget(dge, seq_id_dst);
+
+        if (cut) {
+            dge->seqs[seq_id_dst] = dge->seqs[seq_id_src];
+        }
+    }
+
+    return true;
+}
+
+void llama_dge_on_seq_keep(llama_dge * dge, llama_seq_id seq_id) {
+    for (uint32_t s = 0; dge && s < dge->n_seq; ++s) {
+        if ((llama_seq_id) s != seq_id) {
+            llama_dge_forget(dge, s);
+        }
+    }
+}
+
+bool llama_dge_may_seq_shift(const llama_dge * dge, llama_seq_id seq_id) {
+    if (llama_dge_is_cut(dge, seq_id)) {
+        LLAMA_LOG_ERROR("%s: seq %d was cut, its positions cannot be shifted\n", __func__, seq_id);
+        return false;
+    }
+
+    return true;
+}
+
+bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id) {
+    if (!llama_dge_may_seq_shift(dge, seq_id)) {
+        return false;
+    }
+
+    if (llama_dge_has(dge, seq_id)) {
+        llama_dge_forget(dge, seq_id);
+    }
+
+    return true;
+}
+
+llama_pos llama_dge_seq_pos_min(const llama_dge * dge, llama_seq_id seq_id, llama_pos pos_min) {
+    return llama_dge_is_cut(dge, seq_id) ? std::max(pos_min, dge->seqs[seq_id].pos_min) : pos_min;
+}
+
+bool llama_dge_any_cut(const llama_dge * dge) {
+    return dge && std::any_of(dge->seqs.begin(), dge->seqs.end(), [](const auto & seq) {
+        return seq.state == LLAMA_DGE_STATE_CUT;
+    });
+}
+
+//
+// hooks: update
+//
+
+bool llama_dge_is_due(const llama_dge * dge) {
+    if (!dge) {
+        return false;
+    }
+
+    bool res = dge->rebuild;
+
+    for (uint32_t s = 0; s < dge->n_seq; ++s) {
+        res |= dge->is_due(s);
+    }
+
+    return res;
+}
+
+bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
+    if (!dge) {
+        return false;
+    }
+
+    bool updated = dge->rebuild;
+
+    dge->rebuild = false;
+
+    for (uint32_t s = 0; s < dge->n_seq; ++s) {
+        if (!dge->is_due(s)) {
+            continue;
+        }
+
+        auto & seq = dge->seqs[s];
+
+        int32_t status;
+
+        try {
+            status = dge->cut(*lctx, s);
+        } catch (const std::bad_alloc &) {
+            status = LLAMA_DGE_ERR_MEMORY;
+        }
+
+        seq.force = false;
+        seq.error = status;
+
+        updated |= status == LLAMA_DGE_OK;
+
+        if (status == LLAMA_DGE_OK || status == LLAMA_DGE_ERR_ABORTED) {
+            continue;
+        }
+
+        // the full cache goes on
+        seq = {};
+        seq.error = status;
+
+        if (status < 0) {
+            LLAMA_LOG_WARN("%s: seq %d goes on with its full cache: %s\n", __func__, s, llama_dge_status_str(status));
+        }
+    }
+
+    return updated;
+}
