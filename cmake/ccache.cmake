@@ -15,6 +15,8 @@ if (NOT LLAMA_DGE_CCACHE)
     return()
 endif()
 
+get_filename_component(LLAMA_DGE_CCACHE_BASE "${CMAKE_CURRENT_LIST_DIR}/.." ABSOLUTE)
+
 # not `cmake -E env` where there is another: pip's build isolation gives cmake a new path each time, and a changed
 # command line compiles everything again
 find_program(LLAMA_DGE_ENV env)
@@ -24,7 +26,7 @@ if (LLAMA_DGE_ENV)
 else()
     set(LLAMA_DGE_LAUNCHER "${CMAKE_COMMAND}" -E env)
 endif()
-list(APPEND LLAMA_DGE_LAUNCHER "CCACHE_BASEDIR=${PROJECT_SOURCE_DIR}" CCACHE_NOHASHDIR=1 "${LLAMA_DGE_CCACHE}")
+list(APPEND LLAMA_DGE_LAUNCHER "CCACHE_BASEDIR=${LLAMA_DGE_CCACHE_BASE}" CCACHE_NOHASHDIR=1 "${LLAMA_DGE_CCACHE}")
 
 foreach (lang C CXX CUDA HIP OBJC OBJCXX)
     set(CMAKE_${lang}_COMPILER_LAUNCHER ${LLAMA_DGE_LAUNCHER})

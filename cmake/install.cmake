@@ -29,3 +29,14 @@ function (llama_dge_install)
 
     add_custom_target(llama-dge ALL DEPENDS ${targets})
 endfunction()
+
+# the texts that must travel with a wheel that holds compiled llama.cpp; its other bundled headers carry theirs inside
+function (llama_dge_install_licenses upstream)
+    file(GLOB files RELATIVE "${upstream}" "${upstream}/LICENSE" "${upstream}/AUTHORS" "${upstream}/licenses/*"
+        "${upstream}/vendor/hash/*/LICENSE*")
+    foreach (file ${files})
+        string(REGEX REPLACE "^(licenses|vendor)/" "" name "${file}")
+        string(REPLACE "/" "-" name "${name}")
+        install(FILES "${upstream}/${file}" DESTINATION llama_dge/licenses RENAME "llama.cpp-${name}" COMPONENT llama_dge)
+    endforeach()
+endfunction()

@@ -29,7 +29,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
@@ -170,7 +170,7 @@ def source_id(pin: Pin) -> str:
     return f"{pin.sha256} {' '.join(KEEP)}"
 
 
-def local_work() -> Optional[str]:
+def local_work() -> str | None:
     """What the tree holds that neither the sdist nor the applied patches account for, or None."""
     stamp = read_stamp()
     if git_out("status", "--porcelain"):
@@ -377,7 +377,7 @@ def number_patches(old: Sequence[str], slugs: Sequence[str]) -> list[int]:
     One ascending number per slug. Everything is numbered anew, 10 apart, where a gap is too small.
     """
     known = {subject_slug(name): int(name[:4]) for name in old}
-    fixed: list[Optional[int]] = []
+    fixed: list[int | None] = []
     last = 0
     for slug in slugs:
         number = known.get(slug)
@@ -503,7 +503,7 @@ def locked() -> Iterator[None]:
         yield
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("fetch", help="download the pinned sdist and check its sha256")
