@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import email
+import email.policy
 import hashlib
 import importlib.util
 import json
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -54,7 +56,7 @@ KEEP = (
 )
 
 # one author and one date, so that the same pin and patches give the same commits on every machine
-IDENTITY = ("llama-dge contributors", "llama-dge@localhost")
+IDENTITY = ("llama-dge", "llama-dge@localhost")
 EPOCH = "2000-01-01T00:00:00+0000"
 
 PATCH_NAME = re.compile(r"^(\d{4})-(.+)\.patch$")
@@ -359,57 +361,53 @@ def apply() -> None:
     log(f"applied {len(files)} patches to {read_pin()}")
 
 
-def subject_slug(name: str) -> str:
-    match = PATCH_NAME.match(name)
-    return match.group(2) if match else name
+def patch_subject(text: str) -> str:
+    """Return the commit subject out of the text of a patch file."""
+    subject = email.message_from_string(text, policy=email.policy.default).get("Subject", "")
+    return re.sub(r"^(\[[^]]*\] *)+", "", " ".join(str(subject).split()))
 
 
-def number_patches(old: Sequence[str], slugs: Sequence[str]) -> list[int]:
-    """Number patches so that those known by their slug keep theirs and new ones fall into the gaps.
+def name_patches(old: Mapping[str, str], subjects: Sequence[str]) -> list[str]:
+    """Name patches so that known ones keep their file and new ones fall into the gaps between the numbers.
 
     Parameters
     ----------
-    old : names of the patch files so far, e.g. ``0010-kv-cache.patch``
-    slugs : slugs of the patches to write, in order
+    old : file names so far, by the subject of the patch
+    subjects : subjects of the patches to name, in order
 
     Returns
     -------
-    One ascending number per slug. Everything is numbered anew, 10 apart, where a gap is too small.
+    list of str
+        One name per subject, ascending. All are numbered anew, 10 apart, where a gap is too small.
     """
-    known = {subject_slug(name): int(name[:4]) for name in old}
+    slugs = []
     fixed: list[int | None] = []
     last = 0
-    for slug in slugs:
-        number = known.get(slug)
-        keep = number is not None and number > last
-        fixed.append(number if keep else None)
-        if keep and number is not None:
-            last = number
+    for subject in subjects:
+        match = PATCH_NAME.match(old.get(subject, ""))
+        slugs.append(match.group(2) if match else re.sub(r"[^A-Za-z0-9._]+", "-", subject).strip("-.")[:52])
+        # one that was moved ahead of its neighbours takes a new number
+        number = int(match.group(1)) if match else 0
+        fixed.append(number if number > last else None)
+        last = max(last, number)
 
     numbers: list[int] = []
-    i = 0
-    while i < len(slugs):
-        number = fixed[i]
-        if number is not None:
-            numbers.append(number)
-            i += 1
+    while len(numbers) < len(fixed):
+        start = len(numbers)
+        known = fixed[start]
+        if known is not None:
+            numbers.append(known)
             continue
-        j = i
-        while j < len(slugs) and fixed[j] is None:
-            j += 1
+        stop = next((i for i in range(start, len(fixed)) if fixed[i] is not None), len(fixed))
         low = numbers[-1] if numbers else 0
-        after = fixed[j] if j < len(slugs) else None
-        if after is None:
-            first = (low // 10 + 1) * 10
-            numbers += range(first, first + 10 * (j - i), 10)
-        else:
-            step = (after - low) // (j - i + 1)
-            if step == 0:
-                return list(range(10, 10 * len(slugs) + 10, 10))
-            step = step // 10 * 10 or step
-            numbers += [low + step * (n + 1) for n in range(j - i)]
-        i = j
-    return numbers
+        high = fixed[stop] if stop < len(fixed) else None
+        step = 10 if high is None else (high - low) // (stop - start + 1)
+        if step == 0:
+            numbers = list(range(10, 10 * len(fixed) + 1, 10))
+            break
+        first = (low // 10 + 1) * 10 if high is None else low + step
+        numbers += [first + step * i for i in range(stop - start)]
+    return [f"{number:04d}-{slug}.patch" for number, slug in zip(numbers, slugs)]
 
 
 def refresh() -> None:
@@ -426,25 +424,23 @@ def refresh() -> None:
     old = patch_files()
     target = WORK / "refresh"
     shutil.rmtree(target, ignore_errors=True)
-    git(
-        "format-patch", "-q", "--zero-commit", "--no-signature", "--no-numbered", "--no-stat", "--no-renames",
-        "-o", str(target), "pristine..HEAD",
-    )  # fmt: skip
-    written = sorted(target.glob("*.patch")) if target.is_dir() else []
-    numbers = number_patches([file.name for file in old], [subject_slug(file.name) for file in written])
-    contents = {f"{n:04d}-{subject_slug(f.name)}.patch": f.read_bytes() for n, f in zip(numbers, written)}
+    form = ("--zero-commit", "--no-signature", "--no-numbered", "--no-renames")
+    git("format-patch", "-q", *form, "-o", str(target), "pristine..HEAD")
+    texts = [file.read_bytes() for file in sorted(target.glob("*.patch"))] if target.is_dir() else []
+    subjects = [patch_subject(text.decode("utf-8", "replace")) for text in texts]
+    names = name_patches({patch_subject(file.read_text(encoding="utf-8")): file.name for file in old}, subjects)
     for file in old:
-        if file.name not in contents:
+        if file.name not in names:
             file.unlink()
             log(f"removed {file.name}")
-    for name, data in contents.items():
+    for name, data in zip(names, texts):
         path = PATCHES / name
         if not path.exists() or path.read_bytes() != data:
             path.write_bytes(data)
             log(f"wrote {name}")
     shutil.rmtree(target, ignore_errors=True)
     write_stamp(patches=patches_digest(patch_files()), head=git_out("rev-parse", "HEAD"))
-    log(f"{len(contents)} patches in {PATCHES}")
+    log(f"{len(names)} patches in {PATCHES}")
 
 
 def check(max_added: int) -> None:
@@ -523,13 +519,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif args.command == "refresh":
                 refresh()
             else:
-                unpack()
+                if args.command != "apply":
+                    unpack()
+                apply()
                 if args.command == "check":
-                    if "patches" not in read_stamp():
-                        apply()
                     check(args.max_added)
-                else:
-                    apply()
     except UpstreamError as error:
         print(f"upstream: error: {error}", file=sys.stderr)
         return 1
