@@ -1,0 +1,77 @@
+"""Fixtures: tiny models, written once per session, and contexts on the library under test.
+
+Without the library nothing here can be checked, so the import below fails and with it the whole suite.
+"""
+
+from __future__ import annotations
+
+import os
+
+# many tiny products: threads would only get in each other's way
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from collections.abc import Callable, Iterator  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import llama_dge  # noqa: E402, F401  # first: it decides which libllama llama_cpp loads
+import pytest  # noqa: E402
+from reference.driver import Context, NativeModel  # noqa: E402
+from reference.models import ZOO, TinyModel, make_weights, write_gguf  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "stock: compares with a stock llama-cpp-python, which is built if need be")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model of the zoo in the three forms in which tests use it."""
+
+    weights: TinyModel
+    path: Path
+    native: NativeModel
+
+
+class Zoo:
+    """Loads the models of ZOO when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._loaded: dict[str, Loaded] = {}
+
+    def __getitem__(self, name: str) -> Loaded:
+        if name not in self._loaded:
+            weights = make_weights(ZOO[name])
+            path = write_gguf(weights, self._folder / f"{name}.gguf")
+            self._loaded[name] = Loaded(weights, path, NativeModel(path))
+        return self._loaded[name]
+
+    def close(self) -> None:
+        for loaded in self._loaded.values():
+            loaded.native.close()
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
+    models = Zoo(tmp_path_factory.mktemp("models"))
+    yield models
+    models.close()
+
+
+ContextFactory = Callable[..., Context]
+
+
+@pytest.fixture
+def new_context(zoo: Zoo) -> Iterator[ContextFactory]:
+    """Makes contexts of a model of the zoo: new_context("g2", flash_attn=True, dge={"budget": 32})."""
+    made: list[Context] = []
+
+    def make(model: str, **settings: Any) -> Context:
+        made.append(Context(zoo[model].native, **settings))
+        return made[-1]
+
+    yield make
+    for context in made:
+        context.close()

@@ -1,0 +1,122 @@
+"""The reference itself: it must agree with llama.cpp on an uncut cache before it may judge a cut one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from reference.bounds import nmse_bounds
+from reference.forward import Reference, nmse
+from reference.models import N_VOCAB
+from reference.policies import disagreement, pool, top_positions
+from reference.rounding import hadamard, is_quantized, round_to
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, Zoo
+
+MODELS = ["g1", "g2", "g3", "g8", "one"]
+
+# flash attention, type of K, type of V
+CACHES = [
+    (False, "f32", "f32"),
+    (True, "f32", "f32"),
+    (False, "f16", "f16"),
+    (True, "f16", "f16"),
+    (False, "bf16", "bf16"),
+    (True, "bf16", "bf16"),
+    (False, "q8_0", "f16"),
+    (True, "q8_0", "q8_0"),
+    (False, "q4_0", "f16"),
+    (True, "q4_0", "q4_0"),
+    (True, "q5_0", "q5_0"),
+    (True, "q4_1", "q4_1"),
+    (True, "q5_1", "q5_1"),
+    (True, "iq4_nl", "iq4_nl"),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("cache", CACHES, ids=lambda c: f"{'fa' if c[0] else 'no-fa'}-{c[1]}-{c[2]}")
+def test_logits_equal_llama_cpp(
+    zoo: Zoo, new_context: ContextFactory, model: str, cache: tuple[bool, str, str]
+) -> None:
+    flash_attn, type_k, type_v = cache
+    tokens = np.random.default_rng(1).integers(3, N_VOCAB, 150).tolist()
+    context = new_context(model, flash_attn=flash_attn, type_k=type_k, type_v=type_v, n_ubatch=100)
+    reference = Reference(zoo[model].weights, type_k, type_v, flash_attn)
+
+    got = [context.decode(tokens[:130])] + [context.decode([token]) for token in tokens[130:]]
+    want = [reference.run(tokens[:130], n_ubatch=100)] + [reference.step([token]) for token in tokens[130:]]
+
+    errors = [nmse(a, b) for a, b in zip(np.concatenate(got), np.concatenate(want))]
+    largest, median = nmse_bounds(type_k, type_v, flash_attn, zoo[model].weights.spec.n_layer)
+    assert max(errors) <= largest
+    assert float(np.median(errors)) <= median
+
+
+def test_mask_hides_rows(zoo: Zoo) -> None:
+    """A masked row has no influence at all, and hiding an unmasked one does matter."""
+    tokens = np.random.default_rng(2).integers(3, N_VOCAB, 60).tolist()
+    full = Reference(zoo["one"].weights)
+    full.run(tokens[:50])
+    kept = [[np.arange(0, 50, 2), np.arange(25, 50)]]
+    logits = []
+    for spoil in (False, True):
+        cut = full.fork()
+        cut.mask_all_but(kept)
+        if spoil:
+            cut.k[0], cut.v[0] = cut.k[0].copy(), cut.v[0].copy()
+            cut.k[0][1:50:2, 0], cut.v[0][1:50:2, 0] = 9.0, 9.0
+            cut.k[0][:25, 1], cut.v[0][:25, 1] = 9.0, 9.0
+        logits.append(cut.run(tokens[50:]))
+    assert np.array_equal(logits[0], logits[1])
+    assert nmse(full.run(tokens[50:]), logits[0]) > 1e-2
+
+
+def test_nothing_masked_changes_nothing(zoo: Zoo) -> None:
+    tokens = np.random.default_rng(3).integers(3, N_VOCAB, 60).tolist()
+    full = Reference(zoo["g2"].weights)
+    full.run(tokens[:50])
+    same = full.fork()
+    same.mask_all_but([[np.arange(50)] * 2] * 3)
+    assert np.array_equal(full.run(tokens[50:]), same.run(tokens[50:]))
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl"])
+def test_rounding_is_a_projection_with_the_right_step(kind: str) -> None:
+    rows = np.random.default_rng(4).standard_normal((20, 64))
+    once = round_to(rows, kind)
+    steps = {"f16": 2**-11, "bf16": 2**-8, "q8_0": 1 / 127, "q5_0": 1 / 15, "q5_1": 1 / 15, "q4_0": 1 / 7, "q4_1": 1 / 7}
+    error = np.abs(once - rows).max() / np.abs(rows).max()
+    assert 0 < error <= steps.get(kind, 1 / 6)
+    if not is_quantized(kind):
+        assert np.array_equal(round_to(once, kind), once)
+
+
+def test_hadamard_is_its_own_inverse() -> None:
+    for n in (64, 128):
+        assert np.allclose(hadamard(n) @ hadamard(n), np.eye(n))
+
+
+def test_ties_go_to_the_later_position_and_nan_loses() -> None:
+    assert top_positions([1, 2, 2, 2, 1], 2).tolist() == [2, 3]
+    assert top_positions([np.nan, 0.0, -np.inf, 0.0, np.nan], 3).tolist() == [1, 3, 4]
+    assert top_positions([0.5, np.nan, 0.5, 0.25], 3).tolist() == [0, 2, 3]
+
+
+def test_pooling_at_the_edges() -> None:
+    row = np.array([[-3.0, -1.0, -2.0, -5.0]])
+    assert pool(row, "max", 3).tolist() == [[-1.0, -1.0, -1.0, -2.0]]
+    assert pool(row, "avg", 3)[0] == pytest.approx([-4 / 3, -2.0, -8 / 3, -7 / 3])
+    assert pool(row, "none", 3) is row
+
+
+def test_disagreement_tells_rounding_from_error() -> None:
+    scores = np.array([0.5, 0.1, 0.3, 0.3, 0.2999999, 0.05])
+    assert disagreement(scores, [0, 2, 3], 3) == 0.0
+    assert disagreement(scores, [0, 3], 2) == 0.0
+    assert disagreement(scores, [0, 2], 2) == float("inf")  # of two equal scores the earlier row
+    assert disagreement(scores, [0, 3, 4], 3) == pytest.approx(1e-7 / 0.3, rel=1e-3)
+    assert disagreement(scores, [0, 1, 3], 3) > 0.5
+    assert disagreement(scores, [0, 3], 3) == float("inf")
