@@ -22,7 +22,7 @@ PACKAGE := $(VENV)/.package-installed
 
 PY_FILES     := $(wildcard $(addprefix python/,*.py */*.py */*/*.py))
 PACKAGE_DEPS := pyproject.toml CMakeLists.txt LICENSE README.md $(wildcard cmake/*.cmake patches/UPSTREAM patches/*.patch \
-	scripts/upstream.py native/CMakeLists.txt native/include/* native/src/* native/src/*/* models/*.toml) $(PY_FILES)
+	scripts/*.py native/CMakeLists.txt native/include/* native/src/* native/src/*/* models/*.toml) $(PY_FILES)
 
 .PHONY: help setup demo test lint format patches bench
 help:

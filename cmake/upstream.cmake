@@ -20,4 +20,5 @@ string(REGEX REPLACE "^([^=]+)==([^ ]+) .*" "\\1-\\2" LLAMA_DGE_UPSTREAM_VERSION
 # a changed pin or patch configures anew
 file(GLOB LLAMA_DGE_PATCHES CONFIGURE_DEPENDS "${LLAMA_DGE_ROOT}/patches/*.patch")
 set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
-    "${LLAMA_DGE_ROOT}/patches/UPSTREAM" "${LLAMA_DGE_ROOT}/scripts/upstream.py" ${LLAMA_DGE_PATCHES})
+    "${LLAMA_DGE_ROOT}/patches/UPSTREAM" ${LLAMA_DGE_PATCHES}
+    "${LLAMA_DGE_ROOT}/scripts/upstream.py" "${LLAMA_DGE_ROOT}/scripts/upstream_tree.py")
