@@ -99,8 +99,10 @@ patches-refresh:
 patches-check:
 	$(PYTHON) scripts/upstream.py check
 
+# e.g. make bench BENCH_ARGS=--quick
+BENCH_ARGS ?=
 bench: setup
-	$(PY) -m llama_dge.bench
+	$(PY) -m bench $(BENCH_ARGS)
 
 .PHONY: clean
 clean:
