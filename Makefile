@@ -8,8 +8,10 @@ SHELL := /bin/bash
 
 PYTHON     ?= python3
 BUILD_TYPE ?= Release
-# e.g. make dev CMAKE_ARGS="-DGGML_CUDA=on"; pip passes the variable on by itself
+# options of llama.cpp, e.g. make setup CMAKE_ARGS=-DGGML_CUDA=on
 CMAKE_ARGS ?=
+export CMAKE_ARGS
+PYTEST_ARGS ?=
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -17,8 +19,12 @@ PY   := $(BIN)/python
 # cmake and ninja from the virtual environment
 RUN  := PATH="$(CURDIR)/$(BIN):$$PATH"
 
+CMAKE_PY := -DPython_EXECUTABLE="$(CURDIR)/$(PY)"
+
+# when these were made tells what has to be made again
 TOOLS   := $(VENV)/.tools-installed
 PACKAGE := $(VENV)/.package-installed
+ARGS    := $(VENV)/.cmake-args
 
 PY_FILES     := $(wildcard $(addprefix python/,*.py */*.py */*/*.py))
 PACKAGE_DEPS := pyproject.toml CMakeLists.txt LICENSE README.md $(wildcard cmake/*.cmake patches/UPSTREAM patches/*.patch \
@@ -33,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     speed ratios against stock and against dge off'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-stock, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, clean'
 
 # --- environment
 
@@ -44,9 +50,17 @@ $(TOOLS): $(wildcard requirements/*.txt)
 	$(RUN) $(PY) -m pip install --quiet -r requirements/runtime.txt
 	touch $@
 
-$(PACKAGE): $(TOOLS) $(wildcard $(PACKAGE_DEPS))
-	$(RUN) $(PY) -m pip install --no-build-isolation --no-deps --force-reinstall --no-cache-dir .
+# rewritten only when it differs
+$(ARGS): $(TOOLS) FORCE
+	test -f $@ && test "$$(cat $@)" = '$(CMAKE_ARGS)' || echo '$(CMAKE_ARGS)' > $@
+
+# verbose, as the first build takes ten minutes on two cores
+$(PACKAGE): $(TOOLS) $(ARGS) $(wildcard $(PACKAGE_DEPS))
+	$(RUN) $(PY) -m pip install --verbose --no-build-isolation .
 	touch $@
+
+.PHONY: FORCE
+FORCE:
 
 setup: $(PACKAGE)
 
@@ -54,7 +68,7 @@ setup: $(PACKAGE)
 
 .PHONY: dev
 dev: $(TOOLS)
-	$(RUN) cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) -DPython_EXECUTABLE=$(CURDIR)/$(PY) $(CMAKE_ARGS)
+	$(RUN) cmake -S . -B build/dev -G Ninja -DCMAKE_BUILD_TYPE=$(BUILD_TYPE) $(CMAKE_PY) $(CMAKE_ARGS)
 	$(RUN) cmake --build build/dev --target llama-dge
 	@echo 'LLAMA_DGE_LIB_PATH=$(CURDIR)/build/dev/bin'
 
@@ -63,19 +77,28 @@ dev: $(TOOLS)
 demo: setup
 	$(BIN)/llama-dge demo
 
-.PHONY: test-native test-python test-stock
+.PHONY: test-native test-python test-stock test-model test-upstream
 test: test-native test-python
 
 test-native: $(TOOLS)
-	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja -DCMAKE_BUILD_TYPE=Debug
+	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja $(CMAKE_PY)
 	$(RUN) cmake --build build/native-tests
 	$(RUN) ctest --test-dir build/native-tests --output-on-failure --no-tests=error
 
 test-python: setup
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-stock: setup
-	$(PY) -m pytest -m stock
+	$(PY) -m pytest -m stock $(PYTEST_ARGS)
+
+test-model: setup
+	$(PY) -m pytest -m 'model or slow' $(PYTEST_ARGS)
+
+# llama.cpp's own tests on the patched library; its own build folder, which shares nothing but ccache's entries
+test-upstream: $(TOOLS)
+	$(RUN) cmake -S . -B build/upstream-tests -G Ninja $(CMAKE_PY) -DLLAMA_DGE_UPSTREAM_TESTS=ON $(CMAKE_ARGS)
+	$(RUN) cmake --build build/upstream-tests --target llama-dge-upstream-tests
+	$(RUN) ctest --test-dir build/upstream-tests --output-on-failure --no-tests=error
 
 CPP_FILES = $(shell find native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
