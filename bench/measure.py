@@ -7,6 +7,7 @@ partner down as well, and only ratios of neighbours are used.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -66,11 +67,9 @@ class Worker:
         """Have the worker do something and return its result; raises BenchError."""
         if self._process.stdin is None or self._process.stdout is None:
             raise BenchError(f"arm {self.name}: no pipes")
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it died; the empty answer below says why
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died; the empty answer below says why
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
@@ -85,7 +84,8 @@ class Worker:
     def close(self) -> None:
         """End the process."""
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # of a process that is gone, with a request unread
+                self._process.stdin.close()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._process.wait()
