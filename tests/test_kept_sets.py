@@ -6,17 +6,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from reference import driver
 from reference.forward import Reference
-from reference.models import N_VOCAB, ZOO
+from reference.models import ZOO
 from reference.policies import Settings, disagreement, draft_score, kept_by, kept_rows, past_scores
+from reference.scenario import Kept, as_lists, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
-
-Kept = list[list[npt.NDArray[np.int32]]]
 
 # How far two scores may lie apart, relative to the larger, for the library to rank them otherwise than the reference:
 # the noise of f32 sums without rounding, and what rounding of the rows below makes of it otherwise.
@@ -29,11 +27,6 @@ TOLERANCE = {
     (True, "q8_0", "q8_0"): 2e-2,
     (False, "q8_0", "f16"): 2e-2,
 }
-
-
-def tokens_of(n: int, seed: int) -> list[int]:
-    tokens: list[int] = np.random.default_rng([n, seed]).integers(3, N_VOCAB, n).tolist()
-    return tokens
 
 
 def cut(context: driver.Context, tokens: list[int], n_prompt: int, n_draft: int, pieces: int | None = None) -> Kept:
@@ -138,7 +131,7 @@ def test_streamingllm_keeps_the_ends_whatever_the_scores(
     kept = cut(new_context("g2", dge=s.as_params()), tokens, n_prompt, s.draft_tokens - 1)
     n_rows = n_prompt + s.draft_tokens - 1
     want = [*range(s.sinks), *range(n_prompt - (s.budget - s.sinks), n_rows)]
-    assert [[positions.tolist() for positions in heads] for heads in kept] == [[want] * 2] * 3
+    assert as_lists(kept) == [[want] * 2] * 3
     assert kept_rows(np.zeros((n_rows, 4, 64)), np.zeros((n_rows, 2, 64)), n_prompt, n_rows, s)[1].tolist() == want
 
 
@@ -196,7 +189,7 @@ def test_prompt_in_several_decodes(new_context: ContextFactory, pieces: int) -> 
     settings: dict[str, Any] = {"type_k": "f32", "type_v": "f32", "dge": s.as_params()}
     whole = cut(new_context("g3", **settings), tokens, n_prompt, 1)
     parts = cut(new_context("g3", **settings), tokens, n_prompt, 1, pieces)
-    assert [[p.tolist() for p in heads] for heads in parts] == [[p.tolist() for p in heads] for heads in whole]
+    assert as_lists(parts) == as_lists(whole)
 
 
 def test_k1_with_policy_scores_is_the_bare_policy(zoo: Zoo, new_context: ContextFactory) -> None:
@@ -210,12 +203,12 @@ def test_k1_with_policy_scores_is_the_bare_policy(zoo: Zoo, new_context: Context
 
     settings: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
     by_decode = cut(new_context("g3", **settings, dge=s.as_params()), tokens, n_prompt, 0)
-    assert [[p.tolist() for p in heads] for heads in by_decode] == past
+    assert as_lists(by_decode) == past
 
     at_once = new_context("g3", **settings, dge=s.as_params())
     at_once.decode(tokens[:n_prompt])
     assert at_once.cut() == driver.OK
-    assert [[p.tolist() for p in heads] for heads in at_once.kept()] == past
+    assert as_lists(at_once.kept()) == past
 
     for other_draft in (tokens, [*tokens[:n_prompt], *tokens_of(8, 6)]):
         later = cut(
@@ -275,10 +268,8 @@ def test_more_rows_than_draft_tokens(zoo: Zoo, new_context: ContextFactory) -> N
 
     reference = Reference(zoo["g3"].weights)
     reference.run(tokens[: n_prompt + 6])
-    want = [
-        [np.asarray(p) for p in kept_rows(q, k, n_prompt, n_prompt + 6, s)] for q, k in zip(reference.q, reference.k)
-    ]
-    assert [[p.tolist() for p in heads] for heads in context.kept()] == [[p.tolist() for p in h] for h in want]
+    want = [kept_rows(q, k, n_prompt, n_prompt + 6, s) for q, k in zip(reference.q, reference.k)]
+    assert as_lists(context.kept()) == as_lists(want)
     # the reference's draft score must be that of two queries, else this test says nothing
     q, k = reference.q[0], reference.k[0]
     assert not np.allclose(draft_score(q, k, n_prompt, 8, 2), draft_score(q, k, n_prompt, 8, 7))
