@@ -37,7 +37,7 @@ extern "C" {
 #endif
 
 // changes with every change of a signature or a struct in this file
-#define LLAMA_DGE_ABI_VERSION 1
+#define LLAMA_DGE_ABI_VERSION 2
 
 // return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
 enum llama_dge_status {
@@ -54,11 +54,15 @@ enum llama_dge_status {
     LLAMA_DGE_ERR_MEMORY      =  -8, // out of memory
     LLAMA_DGE_ERR_COMPUTE     =  -9, // the scores could not be computed
     LLAMA_DGE_ERR_ABORTED     = -10, // the abort callback fired; the cut is tried again at the next llama_decode()
+    LLAMA_DGE_ERR_CALLBACK    = -11, // the callback of LLAMA_DGE_POLICY_CUSTOM failed or returned rows that cannot be kept
 };
 
 enum llama_dge_policy {
     LLAMA_DGE_POLICY_SNAPKV       = 0,
     LLAMA_DGE_POLICY_STREAMINGLLM = 1,
+    LLAMA_DGE_POLICY_PYRAMIDKV    = 2,
+    LLAMA_DGE_POLICY_H2O          = 3, // with SCORES_POLICY and SCORES_BOTH every prompt row is scored while it is evaluated
+    LLAMA_DGE_POLICY_CUSTOM       = 4, // llama_dge_params.select
 };
 
 enum llama_dge_scores {
@@ -73,11 +77,30 @@ enum llama_dge_pooling {
     LLAMA_DGE_POOLING_AVG  = 2,
 };
 
+// PyramidKV: how the integers of its falling line are found
+enum llama_dge_layer_budgets {
+    LLAMA_DGE_LAYER_BUDGETS_EXACT     = 0, // the mean over the layers is the budget
+    LLAMA_DGE_LAYER_BUDGETS_REFERENCE = 1, // as published: leaves more rows than the budget
+};
+
+enum llama_dge_head_budgets {
+    LLAMA_DGE_HEAD_BUDGETS_UNIFORM  = 0,
+    LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE = 1, // Ada-KV: shared out by the scores; the mean over a layer's heads is its budget
+    LLAMA_DGE_HEAD_BUDGETS_TABLE    = 2, // llama_dge_params.table
+};
+
 enum llama_dge_state {
     LLAMA_DGE_STATE_FULL  = 0, // nothing was evicted
     LLAMA_DGE_STATE_ARMED = 1, // a cut will follow
     LLAMA_DGE_STATE_CUT   = 2,
 };
+
+// Choice of the rows of one layer: scores [n_head_kv][n_past] as the settings make them, higher = keep; n is the number
+// of rows per head that the budget allows. Writes the rows of head h, ascending, to rows[h*n_past ...] and their number
+// to n_rows[h]. Runs on the host inside llama_decode(). Non-zero: the sequence is not cut.
+typedef int32_t (*llama_dge_select_callback)(
+        void * user_data, int32_t il, int32_t n_head_kv, int32_t n_past, int32_t n, const float * scores,
+        int32_t * rows, int32_t * n_rows);
 
 struct llama_dge_params {
     int32_t policy;        // enum llama_dge_policy
@@ -91,6 +114,17 @@ struct llama_dge_params {
     int32_t draft_tokens;  // k >= 1; 1 cuts at the end of the prefill
     int32_t window;        // >= 1, last rows of the prompt that always stay, and SnapKV's observation window
     int32_t sinks;         // StreamingLLM: first rows that always stay
+    int32_t layer_budgets; // enum llama_dge_layer_budgets
+    int32_t head_budgets;  // enum llama_dge_head_budgets; ADAPTIVE needs a policy that ranks by scores
+
+    // HEAD_BUDGETS_TABLE: rows of each layer (in the order of llama_dge_get_layers()) and KV head, window included;
+    // [n_table], the heads of the first layer first. Takes the place of `budget`. Copied.
+    const int32_t * table;
+    int32_t         n_table;
+
+    // POLICY_CUSTOM
+    llama_dge_select_callback select;
+    void *                    select_user_data;
 };
 
 // what is known of a sequence; all zero (boundary and pos_min: -1) where it does not apply
@@ -99,16 +133,17 @@ struct llama_dge_seq_info {
     int32_t   error;         // enum llama_dge_status, of the last attempt to cut
     int32_t   n_prompt;      // rows of the prompt, as armed
     int32_t   n_draft;       // rows after the prompt when it was cut
-    int32_t   budget;        // rows of the prompt that may stay (a share is resolved)
+    int32_t   budget;        // rows of the prompt that may stay (a share is resolved), on average over layers and heads
     int32_t   n_rows_before; // rows per layer and KV head just before the cut
-    int32_t   n_rows_after;  // ... and just after
-    int32_t   n_rows;        // rows that the sequence holds now, counted in the cache
+    int32_t   n_rows_after;  // ... and just after, in the layer and head with the most
+    int32_t   n_rows;        // cells that the sequence holds now, counted in the cache
     int32_t   n_kv;          // cells that attention reads now for a batch of this sequence (padding included)
     int32_t   n_layer;       // layers that were cut
     llama_pos boundary;      // last prompt position: rows above it can be removed
     llama_pos pos_min;       // first position from which on no row is missing
     int64_t   bytes_before;  // K and V of this sequence in the layers that were cut, just before the cut
-    int64_t   bytes_after;   // ... and just after
+    int64_t   bytes_after;   // ... and just after, cells that only some layers or heads use included
+    int64_t   bytes_kept;    // K and V of the rows that are really attended
     int64_t   t_score_us;    // microseconds: scores on the device
     int64_t   t_select_us;   //               choice of the rows on the host
     int64_t   t_compact_us;  //               rows moved, cells freed

@@ -24,6 +24,12 @@ struct llama_dge_params llama_dge_default_params(void) {
         /*.draft_tokens  =*/ 2,
         /*.window        =*/ 8,
         /*.sinks         =*/ 4,
+        /*.layer_budgets =*/ LLAMA_DGE_LAYER_BUDGETS_EXACT,
+        /*.head_budgets  =*/ LLAMA_DGE_HEAD_BUDGETS_UNIFORM,
+        /*.table         =*/ nullptr,
+        /*.n_table       =*/ 0,
+        /*.select        =*/ nullptr,
+        /*.select_user_data =*/ nullptr,
     };
 }
 
@@ -41,6 +47,7 @@ const char * llama_dge_status_str(int32_t status) {
         case LLAMA_DGE_ERR_MEMORY:      return "out of memory";
         case LLAMA_DGE_ERR_COMPUTE:     return "the scores could not be computed";
         case LLAMA_DGE_ERR_ABORTED:     return "aborted by the callback";
+        case LLAMA_DGE_ERR_CALLBACK:    return "the policy's callback failed or returned rows that cannot be kept";
         default:                        return "unknown status";
     }
 }
@@ -70,7 +77,31 @@ static bool llama_dge_params_ok(const llama_dge_params & p) {
     // far above any use, far below an overflow of their sums
     const int32_t n_max = 1 << 24;
 
-    return llama_dge_get_policy(p.policy) &&
+    const auto * policy = llama_dge_get_policy(p.policy);
+
+    if (!policy || (p.policy == LLAMA_DGE_POLICY_CUSTOM) != (p.select != nullptr)) {
+        return false;
+    }
+
+    // fewer rows than these leave no room for a choice
+    const int32_t n_min = p.window + (p.policy == LLAMA_DGE_POLICY_STREAMINGLLM ? p.sinks : 0);
+
+    const bool is_table = p.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE;
+
+    if (is_table != (p.n_table > 0) || (is_table && (!p.table || p.policy == LLAMA_DGE_POLICY_CUSTOM))) {
+        return false;
+    }
+    for (int32_t i = 0; i < p.n_table; ++i) {
+        if (!in(p.table[i], n_min, n_max)) {
+            return false;
+        }
+    }
+
+    if (p.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE && (!policy->needs_scores || !policy->select)) {
+        return false;
+    }
+
+    return
         in(p.scores,        LLAMA_DGE_SCORES_DRAFT, LLAMA_DGE_SCORES_BOTH) &&
         in(p.pooling,       LLAMA_DGE_POOLING_MAX,  LLAMA_DGE_POOLING_AVG) &&
         in(p.draft_pooling, LLAMA_DGE_POOLING_NONE, LLAMA_DGE_POOLING_AVG) &&
@@ -79,8 +110,9 @@ static bool llama_dge_params_ok(const llama_dge_params & p) {
         in(p.window, 1, n_max) &&
         in(p.sinks, 0, n_max) &&
         std::isfinite(p.budget_share) && p.budget_share >= 0.0f && p.budget_share <= 1.0f &&
-        (p.budget_share > 0.0f || in(p.budget,
-            p.window + (p.policy == LLAMA_DGE_POLICY_STREAMINGLLM ? p.sinks : 0), n_max));
+        in(p.layer_budgets, LLAMA_DGE_LAYER_BUDGETS_EXACT, LLAMA_DGE_LAYER_BUDGETS_REFERENCE) &&
+        in(p.head_budgets, LLAMA_DGE_HEAD_BUDGETS_UNIFORM, LLAMA_DGE_HEAD_BUDGETS_TABLE) &&
+        (is_table || p.budget_share > 0.0f || in(p.budget, n_min, n_max));
 }
 
 int32_t llama_dge_supported(const struct llama_context * ctx, char * reason, size_t n) {
@@ -105,6 +137,17 @@ int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_para
 
     auto & kv = *llama_dge::get_kv(*ctx);
 
+    if (params->head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
+        int32_t n_heads = 0;
+        for (const uint32_t il : kv.get_layer_ids()) {
+            n_heads += ctx->get_model().hparams.n_head_kv(il);
+        }
+        if (params->n_table != n_heads) {
+            LLAMA_LOG_ERROR("%s: the table has %d rows, the layers that are cut have %d heads\n", __func__, params->n_table, n_heads);
+            return LLAMA_DGE_ERR_PARAMS;
+        }
+    }
+
     try {
         ctx->synchronize();
 
@@ -122,6 +165,9 @@ int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_para
         if (created) {
             kv.dge = std::move(created);
         }
+
+        // graphs may need more nodes now
+        dge.request_reserve(*ctx);
 
         ctx->sched_reserve();
         ctx->memory_update(false);
@@ -174,10 +220,10 @@ int32_t llama_dge_seq_disarm(struct llama_context * ctx, llama_seq_id seq_id) {
     const int32_t status = llama_dge_check_seq(ctx, seq_id);
 
     if (status == LLAMA_DGE_OK) {
-        auto & seq = llama_dge_get(ctx)->seqs[seq_id];
+        const auto & seq = llama_dge_get(ctx)->seqs[seq_id];
 
         if (seq.state == LLAMA_DGE_STATE_ARMED) {
-            seq = {};
+            llama_dge_get(ctx)->reset_seq(seq_id);
         }
     }
 
@@ -244,6 +290,11 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
     llama_pos p0;
     llama_pos p1;
     dge.needed_queries(n_prompt, n_prompt, p0, p1);
+
+    // rows that will be removed would have to be taken out of the sums
+    if (!dge.summed(seq_id, n_match) || (dge.summed(seq_id, n_match + 1) && !dge.sums_bufs.empty())) {
+        return 0;
+    }
 
     // queries at n_match and above are captured when their rows are evaluated
     return dge.captured(seq_id, p0, std::min(p1, n_match)) ? n_match : std::min(p0, n_match);

@@ -37,13 +37,19 @@ static std::vector<std::pair<size_t, size_t>> llama_dge_runs(const std::vector<u
 }
 
 // Moves the kept rows of every layer and head into the first cells of the sequence and frees the others. Blocks of
-// quantized types are moved as they are.
+// quantized types are moved as they are. A head with fewer rows than the most leaves its last past cells empty (zero).
 void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past) {
     const uint32_t strm    = kv.seq_to_stream[seq_id];
     const auto &   hparams = kv.hparams;
 
     const size_t n_rows = cells.size();
-    const size_t n_cap  = kept[0][0].size();
+    size_t n_cap = 0;
+    for (const auto & heads : kept) {
+        for (const auto & rows : heads) {
+            n_cap = std::max(n_cap, rows.size());
+        }
+    }
+
     const size_t n_tail = n_rows - n_past; // window, draft and what came after
     const size_t n_keep = n_cap + n_tail;
 
@@ -53,9 +59,25 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
 
     const auto runs = llama_dge_runs(dst);
 
-    // cell that row r of the result comes from
-    const auto src = [&](const llama_dge_rows & rows, size_t r) {
-        return cells[r < n_cap ? rows[r] : n_past + (r - n_cap)];
+    // cell that row r of the result comes from, -1: none
+    const auto src = [&](const llama_dge_rows & rows, size_t r) -> int64_t {
+        if (r >= n_cap) {
+            return cells[n_past + (r - n_cap)];
+        }
+        return r < rows.size() ? (int64_t) cells[rows[r]] : -1;
+    };
+
+    // one head of the result
+    const auto gather = [&](uint8_t * out, const uint8_t * data, const llama_dge_rows & rows, size_t size_dst, size_t size_src, size_t size) {
+        for (size_t r = 0; r < n_keep; ++r) {
+            const int64_t cell = src(rows, r);
+
+            if (cell >= 0) {
+                memcpy(out + r*size_dst, data + cell*size_src, size);
+            } else {
+                memset(out + r*size_dst, 0, size);
+            }
+        }
     };
 
     // a layer is gathered into `out` before any of it is written, so order and overlap of cells do not matter
@@ -87,10 +109,7 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
             out.resize(n_keep*size_row);
 
             for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                for (size_t r = 0; r < n_keep; ++r) {
-                    memcpy(out.data() + r*size_row + ih*size_head,
-                            data + src(kept[ikv][ih], r)*size_row + ih*size_head, size_head);
-                }
+                gather(out.data() + ih*size_head, data + ih*size_head, kept[ikv][ih], size_row, size_row, size_head);
             }
 
             for (const auto & [i, n] : runs) {
@@ -109,10 +128,7 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
             out.resize(n_keep*size_row);
 
             for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                for (size_t r = 0; r < n_keep; ++r) {
-                    memcpy(out.data() + r*size_row + ih*size_head,
-                            data + src(kept[ikv][ih], r)*size_row + ih*size_head, size_head);
-                }
+                gather(out.data() + ih*size_head, data + ih*size_head, kept[ikv][ih], size_row, size_row, size_head);
             }
 
             for (const auto & [i, n] : runs) {
@@ -127,11 +143,7 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
             out.resize(n_keep*size_el);
 
             for (size_t j = 0; j < n_embd*n_head_kv; ++j) {
-                const auto & rows = kept[ikv][j/n_embd];
-
-                for (size_t r = 0; r < n_keep; ++r) {
-                    memcpy(out.data() + r*size_el, data + j*size_row + src(rows, r)*size_el, size_el);
-                }
+                gather(out.data(), data + j*size_row, kept[ikv][j/n_embd], size_el, size_el, size_el);
 
                 for (const auto & [i, n] : runs) {
                     ggml_backend_tensor_set(v, out.data() + i*size_el, j*size_row + dst[i]*size_el, n*size_el);
@@ -172,6 +184,24 @@ int64_t llama_dge::row_bytes() const {
     for (const auto & layer : kv.layers) {
         res += ggml_row_size(layer.k->type, kv.hparams.n_embd_k_gqa(layer.il));
         res += ggml_row_size(layer.v->type, kv.hparams.n_embd_v_gqa(layer.il));
+    }
+
+    return res;
+}
+
+int64_t llama_dge::kept_bytes(const llama_dge_kept & kept, int32_t n_tail) const {
+    int64_t res = 0;
+
+    for (size_t i = 0; i < kv.layers.size(); ++i) {
+        const auto & layer = kv.layers[i];
+
+        const int64_t size_head =
+            ggml_row_size(layer.k->type, kv.hparams.n_embd_head_k(layer.il)) +
+            ggml_row_size(layer.v->type, kv.hparams.n_embd_head_v(layer.il));
+
+        for (const auto & rows : kept[i]) {
+            res += size_head*(rows.size() + n_tail);
+        }
     }
 
     return res;

@@ -49,19 +49,26 @@ bool llama_dge_is_due(const llama_dge * dge);
 bool llama_dge_update(llama_dge * dge, llama_context * lctx);
 
 //
-// capture of queries while the prompt is evaluated
+// attention of one layer, called behind the store of K and V and in front of the attention itself
 //
 
-// q_cur: [n_embd_head, n_head, n_tokens] as attention uses it (RoPE and rotation applied)
-void llama_dge_build_capture(
+// q_cur:   [n_embd_head, n_head, n_tokens] as attention uses it (RoPE and rotation applied)
+// k:       the view of the cache that attention reads
+// kq_mask, kq_b: replaced where rows of this layer must not be attended
+void llama_dge_build_attn(
               llama_dge * dge,
        llm_graph_result * res,
      const llama_ubatch & ubatch,
             ggml_tensor * q_cur,
-            ggml_tensor * kq_b,
+            ggml_tensor * k,
+            ggml_tensor *& kq_mask,
+            ggml_tensor *& kq_b,
             ggml_tensor * sinks,
                   float   kq_scale,
                     int   il);
+
+// nodes that this adds to a graph of n_tokens at the most
+uint32_t llama_dge_graph_max_nodes(const llama_context & lctx, uint32_t n_tokens);
 
 //
 // state: a section in front of the cache's own data, written only if it holds a sequence that was cut

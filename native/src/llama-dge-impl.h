@@ -7,6 +7,7 @@
 
 #include "ggml-cpp.h"
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,12 @@ struct llama_dge_seq {
 
     int64_t bytes_before = 0;
     int64_t bytes_after  = 0;
+    int64_t bytes_kept   = 0;
+
+    // not of the cut: rows [0, n_summed) are in the sums of H2O, each once and no other; -1 until the sequence is cleared
+    int32_t n_summed = 0;
+
+    bool uneven = false; // layers or heads hold unlike numbers of rows
 
     int64_t t_score_us   = 0;
     int64_t t_select_us  = 0;
@@ -44,6 +51,8 @@ struct llama_dge_layer {
     int32_t il = -1;
 
     ggml_tensor * ring = nullptr; // F32 [n_embd_head_k*n_head, n_ring*n_seq], last queries of each sequence
+    ggml_tensor * sums = nullptr; // F32 [kv_size, n_head_kv, n_stream], attention that a cell got (H2O)
+    ggml_tensor * bias = nullptr; // F32 [kv_size, 1 or n_head, n_stream], -inf: this layer (and head) has no row in the cell
 
     ggml_tensor * sinks    = nullptr;
     float         kq_scale = 0.0f;
@@ -52,6 +61,8 @@ struct llama_dge_layer {
 };
 
 struct llama_dge {
+    using bufs_t = std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>>;
+
     llama_dge(llama_kv_cache & kv, uint32_t n_seq);
 
     // nullptr if eviction can work on this context, else the reason
@@ -60,6 +71,8 @@ struct llama_dge {
     // the cache that can be cut, nullptr if there is none
     static llama_kv_cache * get_kv(const llama_context & lctx);
 
+    static llama_dge_select_params select_params(const llama_dge_params & params);
+
     // false: out of memory, nothing changed
     bool set_params(const llama_dge_params & params);
 
@@ -67,17 +80,35 @@ struct llama_dge {
     // capture
     //
 
-    // rows of the ubatch whose queries are stored: [i] -> ring slot; counted without a vector when out is null
     struct capture_row {
-        int32_t   src;
-        int64_t   dst;
+        int32_t   src; // row of the ubatch
+        int64_t   dst; // slot of the ring
         llama_pos pos;
     };
 
+    // does the row take part in the scores of a cut still to come?
+    bool captures(llama_seq_id seq_id, llama_pos pos) const;
+
+    // rows of the ubatch whose queries are stored
     std::vector<capture_row> capture_plan(const llama_ubatch & ubatch) const;
+
+    // weight of each row of the ubatch in the sums, 0 or 1; empty where none counts
+    std::vector<float> sum_plan(const llama_ubatch & ubatch) const;
+
+    // does a sequence of the ubatch have layers or heads with unlike numbers of rows?
+    bool bias_plan(const llama_ubatch & ubatch) const;
 
     // the graph is about to run
     void capture_begin(const std::vector<capture_row> & rows);
+    void sum_begin(const llama_ubatch & ubatch, const std::vector<float> & weights);
+
+    // [n_stream][n_kv] 1: the cell is older than the ubatch, 0: it is new, or free
+    std::vector<float> sum_keep(const llama_ubatch & ubatch, int64_t n_kv, int64_t n_stream) const;
+
+    uint32_t max_nodes(uint32_t n_tokens) const;
+
+    // first stream of the ubatch
+    uint32_t stream_begin(const llama_ubatch & ubatch) const;
 
     bool captured(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const;
 
@@ -96,6 +127,15 @@ struct llama_dge {
 
     int32_t arm(llama_seq_id seq_id, int32_t n_prompt);
 
+    // forget all but what was captured
+    void reset_seq(llama_seq_id seq_id);
+
+    // are rows [0, n_rows) in the sums, where sums are needed?
+    bool summed(llama_seq_id seq_id, int32_t n_rows) const;
+
+    bool call_select(
+            int32_t il, int32_t n_past, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) const;
+
     // all or nothing
     int32_t cut(llama_context & lctx, llama_seq_id seq_id);
 
@@ -107,13 +147,41 @@ struct llama_dge {
             llama_context & lctx, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
             llama_pos p0, llama_pos p1, int32_t n_past, std::vector<float> & scores) const;
 
+    // sums of the rows [0, n_past) of a layer
+    void read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past, std::vector<float> & scores) const;
+
     void compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past);
+
+    // rows of bias that layer ikv needs for these rows: 0, 1 or n_head
+    int64_t bias_rows(size_t ikv, const llama_dge_kept & kept) const;
+
+    // ERR_MEMORY, or ERR_UNSUPPORTED where a layer's attention cannot take such a bias
+    int32_t bias_reserve(const llama_dge_kept & kept);
+
+    // the rows of a sequence changed
+    void bias_changed(llama_seq_id seq_id);
+
+    // bring the bias on the devices up to date
+    void bias_sync();
+
+    // F32 tensors beside the K of each layer, zeroed; a shape of no elements gives none. false: out of memory
+    using shapes_t = std::vector<std::array<int64_t, 3>>;
+
+    bool alloc_tensors(const char * name, const shapes_t & shapes, std::vector<ggml_tensor *> & res, bufs_t & bufs) const;
+
+    const llama_hparams & hparams() const;
 
     // KV heads of a layer of the cache
     uint32_t n_head_kv(size_t ikv) const;
 
     // bytes of K and V per row, all layers of the cache
     int64_t row_bytes() const;
+
+    // bytes of the rows that are attended: kept ones and n_tail more in each layer and head
+    int64_t kept_bytes(const llama_dge_kept & kept, int32_t n_tail) const;
+
+    // the scheduler is set up again before the next graph
+    void request_reserve(llama_context & lctx) const;
 
     void info(llama_seq_id seq_id, llama_dge_seq_info & info) const;
 
@@ -130,7 +198,14 @@ struct llama_dge {
     std::vector<llama_dge_layer> layers; // by index of the cache's layers
     std::vector<llama_pos>       ring_pos; // [n_seq*n_ring] position stored in a slot, -1: none
 
-    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ring_bufs;
+    bufs_t ring_bufs;
+    bufs_t sums_bufs;
+    bufs_t bias_bufs;
+
+    bool     bias_dirty   = false;
+    uint64_t bias_version = 0; // graphs that hold another one are built again
+
+    std::vector<int32_t> table; // copy of llama_dge_params.table
 
     std::vector<llama_dge_seq> seqs; // [n_seq]
 

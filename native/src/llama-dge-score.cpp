@@ -1,4 +1,4 @@
-#include "llama-dge-impl.h"
+#include "llama-dge-graph.h"
 
 #include "llama-context.h"
 #include "llama-hparams.h"
@@ -82,23 +82,7 @@ int32_t llama_dge::score_layer(
             ggml_tensor * kq = ggml_mul_mat(ctx, k, q); // [n_keys, nq, nh*n_group]
             ggml_prec_set_acc(kq, GGML_PREC_F32);
 
-            float scale = layer.kq_scale;
-
-            if (hparams.attn_soft_cap) {
-                // flash attention scales in front of the cap, the other path behind it
-                const float cap = hparams.f_attn_logit_softcapping;
-                const float pre = cparams.flash_attn ? scale : 1.0f;
-
-                kq    = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, pre/cap)), cap);
-                scale = cparams.flash_attn ? 1.0f : scale;
-            }
-
-            kq = ggml_soft_max_ext(ctx, kq, m, scale, 0.0f);
-
-            if (layer.sinks) {
-                ggml_soft_max_add_sinks(kq, ggml_view_1d(ctx, layer.sinks, nh*n_group,
-                            h0*n_group*ggml_element_size(layer.sinks)));
-            }
+            kq = llama_dge_build_probs(ctx, hparams, layer, cparams.flash_attn, kq, m, h0*n_group);
 
             // mean over the query rows and the heads of the group
             kq = ggml_reshape_3d(ctx, kq, n_keys, nq*n_group, nh);

@@ -11,12 +11,23 @@ const llama_dge_policy_impl * llama_dge_get_policy(int32_t policy) {
     switch (policy) {
         case LLAMA_DGE_POLICY_SNAPKV:       return &llama_dge_policy_snapkv;
         case LLAMA_DGE_POLICY_STREAMINGLLM: return &llama_dge_policy_streamingllm;
+        case LLAMA_DGE_POLICY_PYRAMIDKV:    return &llama_dge_policy_pyramidkv;
+        case LLAMA_DGE_POLICY_H2O:          return &llama_dge_policy_h2o;
+        case LLAMA_DGE_POLICY_CUSTOM:       return &llama_dge_policy_custom;
         default:                            return nullptr;
     }
 }
 
-bool llama_dge_needs_window_scores(const llama_dge_select_params & params) {
+static bool llama_dge_needs_own_scores(const llama_dge_select_params & params) {
     return llama_dge_get_policy(params.policy)->needs_scores && params.scores != LLAMA_DGE_SCORES_DRAFT;
+}
+
+bool llama_dge_needs_window_scores(const llama_dge_select_params & params) {
+    return llama_dge_needs_own_scores(params) && !llama_dge_get_policy(params.policy)->needs_sums;
+}
+
+bool llama_dge_needs_sums(const llama_dge_select_params & params) {
+    return llama_dge_needs_own_scores(params) && llama_dge_get_policy(params.policy)->needs_sums;
 }
 
 bool llama_dge_needs_draft_scores(const llama_dge_select_params & params) {
@@ -106,12 +117,16 @@ static std::vector<float> llama_dge_rank(const llama_dge_select_input & input, c
         return std::vector<float>(begin, begin + input.n_past);
     };
 
-    std::vector<float> window;
+    std::vector<float> own;
     std::vector<float> draft;
 
-    if (llama_dge_needs_window_scores(params)) {
-        window = head(layer.window);
-        llama_dge_pool(window, params.pooling, params.kernel_size);
+    if (llama_dge_needs_own_scores(params)) {
+        own = head(layer.window);
+
+        // sums over the whole prompt are smooth already, and H2O does not pool them
+        if (!llama_dge_needs_sums(params)) {
+            llama_dge_pool(own, params.pooling, params.kernel_size);
+        }
     }
 
     if (llama_dge_needs_draft_scores(params)) {
@@ -122,32 +137,116 @@ static std::vector<float> llama_dge_rank(const llama_dge_select_input & input, c
         llama_dge_pool(draft, same ? params.pooling : params.draft_pooling, params.kernel_size);
     }
 
-    if (window.empty() || draft.empty()) {
-        return window.empty() ? draft : window;
+    if (own.empty() || draft.empty()) {
+        return own.empty() ? draft : own;
     }
 
-    llama_dge_normalize(window);
+    llama_dge_normalize(own);
     llama_dge_normalize(draft);
 
-    for (size_t i = 0; i < window.size(); ++i) {
-        window[i] += draft[i];
+    for (size_t i = 0; i < own.size(); ++i) {
+        own[i] += draft[i];
     }
 
-    return window;
+    return own;
 }
 
-llama_dge_kept llama_dge_select(const llama_dge_select_input & input) {
+std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int32_t n) {
+    const int32_t n_head  = ranks.size();
+    const int32_t n_past  = ranks[0].size();
+    const int32_t n_total = n*n_head;
+
+    // where the n_total best scores of the layer are; a row of a later head wins a tie, as a later row does
+    std::vector<float> all;
+    for (const auto & rank : ranks) {
+        all.insert(all.end(), rank.begin(), rank.end());
+    }
+
+    std::vector<int32_t> count(n_head, 0);
+    for (const int32_t i : llama_dge_top_rows(all, n_total)) {
+        count[i/n_past]++;
+    }
+
+    // integers all the way: 0.8*count rounded half up, and floor(0.2*n)
+    std::vector<int32_t> caps(n_head);
+    int32_t sum = 0;
+    for (int32_t ih = 0; ih < n_head; ++ih) {
+        caps[ih] = std::min((int32_t) ((8ll*count[ih] + 5)/10) + n/5, n_past);
+        sum     += caps[ih];
+    }
+
+    // the repair of the total goes round the heads, those with the most of the best scores first
+    std::vector<int32_t> order(n_head);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return count[a] > count[b]; });
+
+    while (sum != n_total) {
+        const int32_t step = sum < n_total ? 1 : -1;
+
+        for (const int32_t ih : order) {
+            const int32_t cap = caps[ih] + step;
+            if (sum != n_total && cap >= 0 && cap <= n_past) {
+                caps[ih] = cap;
+                sum     += step;
+            }
+        }
+    }
+
+    return caps;
+}
+
+static bool llama_dge_rows_ok(const llama_dge_rows & rows, int32_t n_past) {
+    for (size_t i = 0; i < rows.size(); ++i) {
+        if (rows[i] < (i > 0 ? rows[i - 1] + 1 : 0) || rows[i] >= n_past) {
+            return false;
+        }
+    }
+
+    return true;
+}
+
+bool llama_dge_select(const llama_dge_select_input & input, llama_dge_kept & kept) {
     const auto * policy = llama_dge_get_policy(input.params.policy);
 
-    llama_dge_kept kept(input.layers.size());
+    const std::vector<int32_t> layer_caps = policy->caps ?
+            policy->caps(input) : std::vector<int32_t>(input.layers.size(), input.n_cap);
+
+    kept.assign(input.layers.size(), {});
 
     for (size_t i = 0; i < input.layers.size(); ++i) {
         const auto & layer = input.layers[i];
 
+        llama_dge_ranks ranks;
         for (int32_t ih = 0; ih < layer.n_head_kv; ++ih) {
-            kept[i].push_back(policy->select(input, llama_dge_rank(input, layer, ih)));
+            ranks.push_back(llama_dge_rank(input, layer, ih));
+        }
+
+        if (!policy->select) {
+            kept[i].resize(layer.n_head_kv);
+
+            if (!input.custom(i, layer_caps[i], ranks, kept[i])) {
+                return false;
+            }
+            for (const auto & rows : kept[i]) {
+                if (!llama_dge_rows_ok(rows, input.n_past)) {
+                    return false;
+                }
+            }
+
+            continue;
+        }
+
+        std::vector<int32_t> caps(layer.n_head_kv, layer_caps[i]);
+        if (input.params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE) {
+            caps = llama_dge_adaptive_caps(ranks, layer_caps[i]);
+        } else if (input.params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
+            caps = input.table[i];
+        }
+
+        for (int32_t ih = 0; ih < layer.n_head_kv; ++ih) {
+            kept[i].push_back(policy->select(input, ranks[ih], std::min(caps[ih], input.n_past)));
         }
     }
 
-    return kept;
+    return true;
 }

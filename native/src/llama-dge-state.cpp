@@ -3,6 +3,7 @@
 #include "llama-impl.h"
 #include "llama-io.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -10,7 +11,7 @@
 // A state without a cut sequence is byte for byte a stock state. One with a cut sequence starts with this mark where
 // stock expects its small stream count, so that stock, and this library with DGE off, refuse it.
 static constexpr uint32_t LLAMA_DGE_STATE_MARK    = 0xd6ed6e01u;
-static constexpr uint32_t LLAMA_DGE_STATE_VERSION = 1;
+static constexpr uint32_t LLAMA_DGE_STATE_VERSION = 2;
 
 // fixed part of a sequence in the section; rows follow: per layer and head a count and the positions
 struct llama_dge_state_seq {
@@ -24,6 +25,7 @@ struct llama_dge_state_seq {
     int32_t pos_min;
     int64_t bytes_before;
     int64_t bytes_after;
+    int64_t bytes_kept;
 };
 
 template <typename T>
@@ -76,7 +78,7 @@ void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_s
 
         llama_dge_write(io, llama_dge_state_seq {
             (int32_t) s, seq.n_prompt, seq.n_draft, seq.budget, seq.n_before, seq.n_after, seq.boundary, seq.pos_min,
-            seq.bytes_before, seq.bytes_after,
+            seq.bytes_before, seq.bytes_after, seq.bytes_kept,
         });
 
         for (const auto & heads : seq.kept) {
@@ -134,22 +136,31 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
         seq.pos_min      = head.pos_min;
         seq.bytes_before = head.bytes_before;
         seq.bytes_after  = head.bytes_after;
+        seq.bytes_kept   = head.bytes_kept;
+
+        int32_t n_max = 0;
 
         for (size_t i = 0; i < dge->layers.size(); ++i) {
             auto & heads = seq.kept.emplace_back(dge->n_head_kv(i));
 
             for (auto & rows : heads) {
-                llama_dge_state_check(llama_dge_read<uint32_t>(io) == (uint32_t) n_cap, "damaged rows");
+                const uint32_t n_rows = llama_dge_read<uint32_t>(io);
+                llama_dge_state_check(n_rows <= (uint32_t) n_cap, "damaged rows");
 
-                rows.resize(n_cap);
+                rows.resize(n_rows);
                 io.read(rows.data(), rows.size()*sizeof(rows[0]));
 
-                for (int32_t r = 0; r < n_cap; ++r) {
+                for (uint32_t r = 0; r < n_rows; ++r) {
                     llama_dge_state_check(
                             rows[r] >= (r > 0 ? rows[r - 1] + 1 : 0) && rows[r] < head.pos_min, "damaged rows");
                 }
+
+                n_max = std::max(n_max, (int32_t) n_rows);
             }
         }
+
+        llama_dge_state_check(n_max == n_cap, "damaged rows");
+        llama_dge_state_check(dge->bias_reserve(seq.kept) == LLAMA_DGE_OK, "rows per head that this context cannot attend");
 
         dge->pending.emplace_back(dst, std::move(seq));
     }
@@ -164,6 +175,7 @@ void llama_dge_state_read_end(llama_dge * dge) {
 
     for (auto & [seq_id, seq] : dge->pending) {
         dge->seqs[seq_id] = std::move(seq);
+        dge->bias_changed(seq_id);
     }
 
     dge->pending.clear();

@@ -99,59 +99,109 @@ llama_dge::llama_dge(llama_kv_cache & kv, uint32_t n_seq) : kv(kv), n_seq(n_seq)
     }
 }
 
-bool llama_dge::set_params(const llama_dge_params & params_new) {
-    const llama_dge_select_params sel = { params_new.policy, params_new.scores, 0, 0, 1, 0 };
+bool llama_dge::alloc_tensors(
+        const char * name, const shapes_t & shapes, std::vector<ggml_tensor *> & res, bufs_t & bufs) const {
+    std::map<ggml_backend_buffer_type_t, ggml_context_ptr> ctxs;
 
-    const bool     scored     = llama_dge_needs_window_scores(sel) || llama_dge_needs_draft_scores(sel);
-    const uint32_t n_ring_new = scored ? params_new.window + params_new.draft_tokens - 1 : 0;
+    res.assign(shapes.size(), nullptr);
 
-    std::vector<ggml_tensor *> rings(layers.size(), nullptr);
-    decltype(ring_bufs)        bufs;
-
-    if (n_ring_new > 0) {
-        // beside the layer's K, so that a capture stays on the device
-        std::map<ggml_backend_buffer_type_t, ggml_context_ptr> ctxs;
-
-        for (size_t i = 0; i < layers.size(); ++i) {
-            auto & ctx = ctxs[ggml_backend_buffer_get_type(kv.layers[i].k->buffer)];
-            if (!ctx) {
-                ctx.reset(ggml_init({ layers.size()*ggml_tensor_overhead(), nullptr, true }));
-            }
-
-            const int64_t n_embd = (int64_t) kv.hparams.n_embd_head_k(layers[i].il)*kv.hparams.n_head(layers[i].il);
-
-            rings[i] = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_embd, (int64_t) n_ring_new*n_seq);
-            ggml_format_name(rings[i], "dge_q_l%d", layers[i].il);
+    for (size_t i = 0; i < shapes.size(); ++i) {
+        const auto & ne = shapes[i];
+        if (ne[0]*ne[1]*ne[2] == 0) {
+            continue;
         }
 
-        for (auto & [buft, ctx] : ctxs) {
-            ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
-            if (!buf) {
-                return false;
-            }
-            ggml_backend_buffer_clear(buf.get(), 0);
-            bufs.emplace_back(std::move(ctx), std::move(buf));
+        auto & ctx = ctxs[ggml_backend_buffer_get_type(kv.layers[i].k->buffer)];
+        if (!ctx) {
+            ctx.reset(ggml_init({ shapes.size()*ggml_tensor_overhead(), nullptr, true }));
         }
+
+        res[i] = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne[0], ne[1], ne[2]);
+        ggml_format_name(res[i], "%s_l%d", name, layers[i].il);
     }
 
-    params    = params_new;
+    for (auto & [buft, ctx] : ctxs) {
+        ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+        if (!buf) {
+            return false;
+        }
+
+        ggml_backend_buffer_clear(buf.get(), 0);
+        bufs.emplace_back(std::move(ctx), std::move(buf));
+    }
+
+    return true;
+}
+
+llama_dge_select_params llama_dge::select_params(const llama_dge_params & p) {
+    return {
+        p.policy, p.scores, p.pooling, p.draft_pooling, p.kernel_size, p.sinks, p.layer_budgets, p.head_budgets,
+    };
+}
+
+bool llama_dge::set_params(const llama_dge_params & params_new) {
+    const auto sel = select_params(params_new);
+
+    const bool window = llama_dge_needs_window_scores(sel);
+    const bool draft  = llama_dge_needs_draft_scores (sel);
+
+    const uint32_t n_ring_new = window || draft ? params_new.window + params_new.draft_tokens - 1 : 0;
+
+    shapes_t shapes_ring;
+    shapes_t shapes_sums;
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const int64_t n_embd = (int64_t) kv.hparams.n_embd_head_k(layers[i].il)*kv.hparams.n_head(layers[i].il);
+
+        shapes_ring.push_back({ n_embd, (int64_t) n_ring_new*n_seq, 1 });
+        shapes_sums.push_back({ llama_dge_needs_sums(sel) ? kv.get_size() : 0, n_head_kv(i), kv.n_stream });
+    }
+
+    std::vector<ggml_tensor *> ring;
+    std::vector<ggml_tensor *> sums;
+    bufs_t ring_bufs_new;
+    bufs_t sums_bufs_new;
+
+    if (!alloc_tensors("dge_q",    shapes_ring, ring, ring_bufs_new) ||
+        !alloc_tensors("dge_sums", shapes_sums, sums, sums_bufs_new)) {
+        return false;
+    }
+
+    table.assign(params_new.table, params_new.table + params_new.n_table);
+
+    params       = params_new;
+    params.table = table.data();
+
     n_ring    = n_ring_new;
-    ring_bufs = std::move(bufs);
+    ring_bufs = std::move(ring_bufs_new);
+    sums_bufs = std::move(sums_bufs_new);
     ring_pos.assign((size_t) n_ring*n_seq, -1);
 
     for (size_t i = 0; i < layers.size(); ++i) {
-        layers[i].ring = rings[i];
+        layers[i].ring = ring[i];
+        layers[i].sums = sums[i];
     }
-    for (auto & seq : seqs) {
+
+    for (uint32_t s = 0; s < n_seq; ++s) {
+        auto & seq = seqs[s];
+
         if (seq.state == LLAMA_DGE_STATE_ARMED) {
             seq = {};
         }
+
+        // rows that are there already are missing in the sums
+        seq.n_summed = kv.seq_pos_max(s) < 0 ? 0 : -1;
     }
 
     return true;
 }
 
 int32_t llama_dge::resolve_budget(int32_t n_prompt) const {
+    if (params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
+        // a prompt that the smallest head can hold is not cut
+        return *std::min_element(table.begin(), table.end());
+    }
+
     if (params.budget_share > 0.0f) {
         // a small share of a short prompt must leave more than the window
         const int32_t n_min = params.window + (params.policy == LLAMA_DGE_POLICY_STREAMINGLLM ? std::max(params.sinks, 1) : 1);
@@ -163,10 +213,10 @@ int32_t llama_dge::resolve_budget(int32_t n_prompt) const {
 }
 
 void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0, llama_pos & p1) const {
-    const llama_dge_select_params sel = { params.policy, params.scores, 0, 0, 1, 0 };
+    const auto sel = select_params(params);
 
     const bool window = llama_dge_needs_window_scores(sel);
-    const bool draft  = llama_dge_needs_draft_scores(sel);
+    const bool draft  = llama_dge_needs_draft_scores (sel);
 
     p0 = window ? n_prompt - params.window : n_prompt - 1;
     p1 = draft  ? std::min(n_prompt + params.draft_tokens - 1, n_rows) : n_prompt;
@@ -174,6 +224,48 @@ void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0,
     if (!window && !draft) {
         p0 = p1 = 0;
     }
+}
+
+void llama_dge::reset_seq(llama_seq_id seq_id) {
+    const int32_t n_summed = seqs[seq_id].n_summed;
+    const bool    uneven   = seqs[seq_id].uneven;
+
+    seqs[seq_id] = {};
+
+    seqs[seq_id].n_summed = n_summed;
+    seqs[seq_id].uneven   = uneven;
+
+    bias_changed(seq_id);
+}
+
+bool llama_dge::summed(llama_seq_id seq_id, int32_t n_rows) const {
+    return !llama_dge_needs_sums(select_params(params)) || seqs[seq_id].n_summed >= n_rows;
+}
+
+bool llama_dge::call_select(
+        int32_t il, int32_t n_past, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) const {
+    std::vector<float> scores;
+    for (const auto & rank : ranks) {
+        scores.insert(scores.end(), rank.begin(), rank.end());
+    }
+
+    std::vector<int32_t> all(scores.size());
+    std::vector<int32_t> n_rows(ranks.size(), 0);
+
+    if (params.select(params.select_user_data, il, ranks.size(), n_past, n, scores.data(), all.data(), n_rows.data()) != 0) {
+        return false;
+    }
+
+    for (size_t ih = 0; ih < ranks.size(); ++ih) {
+        if (n_rows[ih] < 0 || n_rows[ih] > n_past) {
+            return false;
+        }
+
+        const auto begin = all.begin() + ih*n_past;
+        rows[ih].assign(begin, begin + n_rows[ih]);
+    }
+
+    return true;
 }
 
 int32_t llama_dge::map_cells(llama_seq_id seq_id, std::vector<uint32_t> & cells) const {
@@ -226,7 +318,7 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
         return LLAMA_DGE_ERR_CUT;
     }
 
-    seq = {};
+    reset_seq(seq_id);
 
     std::vector<uint32_t> cells;
 
@@ -247,7 +339,7 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
     llama_pos p1;
     needed_queries(n_prompt, n_rows, p0, p1);
 
-    if (!captured(seq_id, p0, p1)) {
+    if (!captured(seq_id, p0, p1) || !summed(seq_id, std::min(n_rows, n_prompt))) {
         return LLAMA_DGE_ERR_QUERIES;
     }
 
@@ -279,16 +371,33 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
     llama_dge_select_input input;
 
-    input.params = { params.policy, params.scores, params.pooling, params.draft_pooling, params.kernel_size, params.sinks };
-    input.n_past = seq.n_prompt - params.window;
-    input.n_cap  = budget       - params.window;
+    input.params   = select_params(params);
+    input.n_prompt = seq.n_prompt;
+    input.n_past   = seq.n_prompt - params.window;
+    input.n_cap    = budget       - params.window;
     input.layers.resize(layers.size());
+
+    if (params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
+        auto it = table.begin();
+        for (size_t i = 0; i < layers.size(); ++i) {
+            input.table.emplace_back();
+            for (uint32_t ih = 0; ih < n_head_kv(i); ++ih) {
+                input.table[i].push_back(*it++ - params.window);
+            }
+        }
+    }
+
+    if (params.policy == LLAMA_DGE_POLICY_CUSTOM) {
+        input.custom = [&](size_t i, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) {
+            return call_select(layers[i].il, input.n_past, n, ranks, rows);
+        };
+    }
 
     llama_pos p0;
     llama_pos p1;
     needed_queries(seq.n_prompt, n_rows, p0, p1);
 
-    if (!captured(seq_id, p0, p1)) {
+    if (!captured(seq_id, p0, p1) || !summed(seq_id, std::min(n_rows, seq.n_prompt + params.draft_tokens - 1))) {
         return LLAMA_DGE_ERR_QUERIES;
     }
 
@@ -302,11 +411,15 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
         scores.n_head_kv = kv.hparams.n_head_kv(layers[i].il);
 
-        if (p0 == p1) {
+        if (!llama_dge_get_policy(params.policy)->needs_scores) {
             continue;
         }
         if (!layers[i].seen || layers[i].has_bias) {
             return LLAMA_DGE_ERR_UNSUPPORTED;
+        }
+
+        if (llama_dge_needs_sums(input.params)) {
+            read_sums(i, seq_id, cells, input.n_past, scores.window);
         }
 
         if (llama_dge_needs_window_scores(input.params)) {
@@ -322,7 +435,23 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
     const int64_t t1 = ggml_time_us();
 
-    llama_dge_kept kept = llama_dge_select(input);
+    llama_dge_kept kept;
+
+    if (!llama_dge_select(input, kept)) {
+        return LLAMA_DGE_ERR_CALLBACK;
+    }
+
+    size_t n_cap = 0;
+    for (const auto & heads : kept) {
+        for (const auto & rows : heads) {
+            n_cap = std::max(n_cap, rows.size());
+        }
+    }
+
+    status = bias_reserve(kept);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
 
     const int64_t t2 = ggml_time_us();
 
@@ -334,9 +463,10 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     seq.n_draft      = n_rows - seq.n_prompt;
     seq.budget       = budget;
     seq.n_before     = n_rows;
-    seq.n_after      = n_rows - input.n_past + input.n_cap;
+    seq.n_after      = n_rows - input.n_past + n_cap;
     seq.boundary     = seq.n_prompt - 1;
     seq.pos_min      = input.n_past;
+    seq.bytes_kept   = kept_bytes(kept, n_rows - input.n_past);
     seq.kept         = std::move(kept);
     seq.bytes_before = row_bytes()*seq.n_before;
     seq.bytes_after  = row_bytes()*seq.n_after;
@@ -346,10 +476,16 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
     n_cuts++;
 
+    bias_changed(seq_id);
+
     LLAMA_LOG_DEBUG("%s: seq %d: %d -> %d rows, score %.1f ms, select %.1f ms, compact %.1f ms\n", __func__, seq_id,
             seq.n_before, seq.n_after, seq.t_score_us/1e3, seq.t_select_us/1e3, seq.t_compact_us/1e3);
 
     return LLAMA_DGE_OK;
+}
+
+void llama_dge::request_reserve(llama_context & lctx) const {
+    lctx.sched_need_reserve = true;
 }
 
 void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
@@ -370,6 +506,7 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     info.pos_min       = seq.pos_min;
     info.bytes_before  = seq.bytes_before;
     info.bytes_after   = seq.bytes_after;
+    info.bytes_kept    = seq.bytes_kept;
     info.t_score_us    = seq.t_score_us;
     info.t_select_us   = seq.t_select_us;
     info.t_compact_us  = seq.t_compact_us;
@@ -402,9 +539,12 @@ static bool llama_dge_is_cut(const llama_dge * dge, llama_seq_id seq_id) {
     return llama_dge_has(dge, seq_id) && dge->seqs[seq_id].state == LLAMA_DGE_STATE_CUT;
 }
 
+// the sequence is empty now
 static void llama_dge_forget(llama_dge * dge, llama_seq_id seq_id) {
-    dge->seqs[seq_id] = {};
+    dge->reset_seq(seq_id);
     dge->capture_drop(seq_id, 0);
+
+    dge->seqs[seq_id].n_summed = 0;
 }
 
 void llama_dge_on_clear(llama_dge * dge) {
@@ -445,9 +585,9 @@ bool llama_dge_on_seq_rm(llama_dge * dge, llama_seq_id seq_id, llama_pos p0, lla
         if (p0 < p1) {
             dge->capture_drop(s, p0);
 
-            auto & seq = dge->seqs[s];
+            const auto & seq = dge->seqs[s];
             if (seq.state == LLAMA_DGE_STATE_ARMED && p0 < seq.n_prompt) {
-                seq = {};
+                dge->reset_seq(s);
             }
         }
     }
@@ -490,8 +630,11 @@ bool llama_dge_on_seq_cp(llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id 
         // the queries of the source are not copied: the rows are shared, so there will be no cut
         llama_dge_forget(dge, seq_id_dst);
 
+        dge->seqs[seq_id_dst].n_summed = -1;
+
         if (cut) {
             dge->seqs[seq_id_dst] = dge->seqs[seq_id_src];
+            dge->bias_changed(seq_id_dst);
         }
     }
 
@@ -522,6 +665,8 @@ bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id) {
 
     if (llama_dge_has(dge, seq_id)) {
         llama_dge_forget(dge, seq_id);
+
+        dge->seqs[seq_id].n_summed = -1;
     }
 
     return true;
@@ -589,7 +734,7 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
         }
 
         // the full cache goes on
-        seq = {};
+        dge->reset_seq(s);
         seq.error = status;
 
         if (status < 0) {
