@@ -33,7 +33,7 @@ bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id);
 void llama_dge_on_seq_keep(llama_dge * dge, llama_seq_id seq_id);
 
 // the same questions without a change, for caches that consist of two
-bool llama_dge_may_seq_cp   (const llama_dge * dge, llama_seq_id seq_id_src, llama_pos p0, llama_pos p1);
+bool llama_dge_may_seq_cp   (const llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
 bool llama_dge_may_seq_shift(const llama_dge * dge, llama_seq_id seq_id);
 
 // pos_min, or the first position from which on no row is missing

@@ -595,44 +595,50 @@ bool llama_dge_on_seq_rm(llama_dge * dge, llama_seq_id seq_id, llama_pos p0, lla
     return true;
 }
 
-bool llama_dge_may_seq_cp(const llama_dge * dge, llama_seq_id seq_id_src, llama_pos p0, llama_pos p1) {
-    if (!llama_dge_is_cut(dge, seq_id_src)) {
-        return true;
-    }
-
-    if (p0 <= 0 && (p1 < 0 || p1 > dge->kv.seq_pos_max(seq_id_src))) {
-        return true;
-    }
-
-    LLAMA_LOG_ERROR("%s: seq %d was cut, it can be copied as a whole only\n", __func__, seq_id_src);
-
-    return false;
-}
-
-bool llama_dge_on_seq_cp(llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+bool llama_dge_may_seq_cp(
+        const llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
     if (!dge || seq_id_src == seq_id_dst) {
         return true;
     }
 
-    if (!llama_dge_may_seq_cp(dge, seq_id_src, p0, p1)) {
+    const auto & kv = dge->kv;
+
+    // rows of another sequence between those of one that was cut would take over its positions
+    if (llama_dge_is_cut(dge, seq_id_dst) && kv.get_stream(seq_id_src) == kv.get_stream(seq_id_dst)) {
+        LLAMA_LOG_ERROR("%s: seq %d was cut, nothing can be copied into it\n", __func__, seq_id_dst);
         return false;
     }
 
-    const bool cut = llama_dge_is_cut(dge, seq_id_src);
+    if (!llama_dge_is_cut(dge, seq_id_src)) {
+        return true;
+    }
 
-    if (cut && (!llama_dge_has(dge, seq_id_dst) || dge->kv.seq_pos_max(seq_id_dst) >= 0)) {
+    if (p0 > 0 || (p1 >= 0 && p1 <= kv.seq_pos_max(seq_id_src))) {
+        LLAMA_LOG_ERROR("%s: seq %d was cut, it can be copied as a whole only\n", __func__, seq_id_src);
+        return false;
+    }
+
+    if (!llama_dge_has(dge, seq_id_dst) || kv.seq_pos_max(seq_id_dst) >= 0) {
         LLAMA_LOG_ERROR("%s: seq %d was cut, it can be copied into an empty sequence below %u only\n", __func__,
                 seq_id_src, dge->n_seq);
         return false;
     }
 
-    if (llama_dge_has(dge, seq_id_dst)) {
+    return true;
+}
+
+bool llama_dge_on_seq_cp(llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    if (!llama_dge_may_seq_cp(dge, seq_id_src, seq_id_dst, p0, p1)) {
+        return false;
+    }
+
+    if (dge && seq_id_src != seq_id_dst && llama_dge_has(dge, seq_id_dst)) {
         // the queries of the source are not copied: the rows are shared, so there will be no cut
         llama_dge_forget(dge, seq_id_dst);
 
         dge->seqs[seq_id_dst].n_summed = -1;
 
-        if (cut) {
+        if (llama_dge_is_cut(dge, seq_id_src)) {
             dge->seqs[seq_id_dst] = dge->seqs[seq_id_src];
             dge->bias_changed(seq_id_dst);
         }

@@ -138,11 +138,18 @@ static void test_normalize() {
     CHECK(std::isnan(x[0]) && x[1] == 0.5f && x[2] == 0.5f);
 }
 
+static llama_dge_kept select_ok(const llama_dge_select_input & input) {
+    llama_dge_kept kept;
+    CHECK(llama_dge_select(input, kept));
+    return kept;
+}
+
 static llama_dge_select_input make_input(int policy, int scores, int n_past, int n_cap, int n_head_kv) {
     llama_dge_select_input input;
-    input.params = { policy, scores, LLAMA_DGE_POOLING_MAX, LLAMA_DGE_POOLING_NONE, 1, 4 };
-    input.n_past = n_past;
-    input.n_cap  = n_cap;
+    input.params   = { policy, scores, LLAMA_DGE_POOLING_MAX, LLAMA_DGE_POOLING_NONE, 1, 4, 0, 0 };
+    input.n_prompt = n_past + 8;
+    input.n_past   = n_past;
+    input.n_cap    = n_cap;
     input.layers.resize(1);
     input.layers[0].n_head_kv = n_head_kv;
     return input;
@@ -155,7 +162,7 @@ static void test_streamingllm() {
                 auto input = make_input(LLAMA_DGE_POLICY_STREAMINGLLM, LLAMA_DGE_SCORES_DRAFT, n_past, n_cap, 2);
                 input.params.sinks = sinks;
 
-                const auto kept = llama_dge_select(input);
+                const auto kept = select_ok(input);
                 CHECK(kept.size() == 1 && kept[0].size() == 2 && kept[0][0] == kept[0][1]);
 
                 const auto & rows = kept[0][0];
@@ -176,41 +183,41 @@ static void test_snapkv() {
     input.layers[0].window = { 9, 0, 0, 8,   0, 7, 6, 0 };
     input.layers[0].draft  = { 0, 1, 1, 0,   1, 0, 0, 1 };
 
-    auto kept = llama_dge_select(input);
+    auto kept = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 0, 3 }));
     CHECK(kept[0][1] == llama_dge_rows({ 1, 2 }));
 
     input.params.scores = LLAMA_DGE_SCORES_DRAFT;
-    kept = llama_dge_select(input);
+    kept = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 1, 2 }));
     CHECK(kept[0][1] == llama_dge_rows({ 0, 3 }));
 
     // both: shares of the sum are added. window 9/17 and 8/17 against draft 1/2
     input.params.scores = LLAMA_DGE_SCORES_BOTH;
-    kept = llama_dge_select(input);
+    kept = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 0, 2 })); // 0.529 0.5 0.5 0.471; of the equal ones the later
 
     // the draft is pooled only when asked to ...
     input = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_DRAFT, 7, 3, 1);
     input.params.kernel_size = 3;
     input.layers[0].draft = { 0, 9, 0, 1, 2, 0, 0 };
-    CHECK(llama_dge_select(input)[0][0] == llama_dge_rows({ 1, 3, 4 }));
+    CHECK(select_ok(input)[0][0] == llama_dge_rows({ 1, 3, 4 }));
     input.params.draft_pooling = LLAMA_DGE_POOLING_MAX;
-    CHECK(llama_dge_select(input)[0][0] == llama_dge_rows({ 0, 1, 2 }));
+    CHECK(select_ok(input)[0][0] == llama_dge_rows({ 0, 1, 2 }));
 
     // ... and with "both" and no pooling of its own it is pooled like the window
     input.params.draft_pooling = LLAMA_DGE_POOLING_NONE;
     input.params.scores        = LLAMA_DGE_SCORES_BOTH;
     input.layers[0].window     = { 0, 0, 0, 0, 0, 0, 0 };
-    CHECK(llama_dge_select(input)[0][0] == llama_dge_rows({ 0, 1, 2 }));
+    CHECK(select_ok(input)[0][0] == llama_dge_rows({ 0, 1, 2 }));
 
     // nothing but the window stays
     input.n_cap = 0;
-    CHECK(llama_dge_select(input)[0][0].empty());
+    CHECK(select_ok(input)[0][0].empty());
 
     // everything stays
     input.n_cap = 7;
-    CHECK(llama_dge_select(input)[0][0].size() == 7);
+    CHECK(select_ok(input)[0][0].size() == 7);
 }
 
 // kept rows are those with the highest scores, whatever the scores
@@ -226,12 +233,164 @@ static void test_property() {
             input.layers[0].window.push_back(rng() % 9 == 0 ? special[rng() % 5] : (float) (rng() % 1000));
         }
 
-        const auto kept = llama_dge_select(input);
+        const auto kept = select_ok(input);
         for (int ih = 0; ih < n_head; ++ih) {
             const auto begin = input.layers[0].window.begin() + ih*n_past;
             CHECK(kept[0][ih] == top_rows_ref(std::vector<float>(begin, begin + n_past), input.n_cap));
         }
     }
+}
+
+static std::vector<int32_t> pyramid(int n_layer, int n_prompt, int n_past, int n_cap, int layer_budgets) {
+    llama_dge_select_input input = make_input(LLAMA_DGE_POLICY_PYRAMIDKV, LLAMA_DGE_SCORES_POLICY, n_past, n_cap, 1);
+    input.n_prompt             = n_prompt;
+    input.params.layer_budgets = layer_budgets;
+    input.layers.assign(n_layer, input.layers[0]);
+
+    return llama_dge_policy_pyramidkv.caps(input);
+}
+
+static void test_pyramidkv() {
+    const int ref   = LLAMA_DGE_LAYER_BUDGETS_REFERENCE;
+    const int exact = LLAMA_DGE_LAYER_BUDGETS_EXACT;
+
+    // published: B = 32, w = 8 gives 47 ... 20 on 28 layers and 47 ... 16 on 32, in steps of one
+    for (const int n_layer : { 28, 32 }) {
+        const auto caps = pyramid(n_layer, 7500, 7492, 24, ref);
+        for (int i = 0; i < n_layer; ++i) {
+            CHECK(caps[i] == 47 - i);
+        }
+    }
+
+    for (int n_layer = 1; n_layer <= 48; ++n_layer) {
+        for (int n_cap = 0; n_cap <= 130; ++n_cap) {
+            for (const int n_past : { n_cap, n_cap + 1, 3*n_cap/2 + 1, 2*n_cap, 2*n_cap + 1, 5000 }) {
+                const int n_prompt = n_past + 8;
+                const auto caps = pyramid(n_layer, n_prompt, n_past, n_cap, exact);
+
+                int sum = 0;
+                for (int i = 0; i < n_layer; ++i) {
+                    sum += caps[i];
+                    CHECK(caps[i] >= 0 && caps[i] <= std::max(n_past, n_cap));
+                    CHECK(i == 0 || caps[i] <= caps[i - 1]);
+                }
+                CHECK(sum == n_cap*n_layer);
+                if (n_prompt < 2*n_cap) {
+                    CHECK(caps == std::vector<int32_t>(n_layer, n_cap));
+                }
+                for (const int32_t cap : pyramid(n_layer, n_prompt, n_past, n_cap, ref)) {
+                    CHECK(cap >= 0 && cap <= std::max(n_past, n_cap));
+                }
+            }
+        }
+    }
+
+    // each layer takes its own number of the best rows
+    auto input = make_input(LLAMA_DGE_POLICY_PYRAMIDKV, LLAMA_DGE_SCORES_POLICY, 40, 5, 1);
+    input.layers[0].window.resize(40);
+    for (int i = 0; i < 40; ++i) {
+        input.layers[0].window[i] = (float) i;
+    }
+    input.layers.assign(3, input.layers[0]);
+    const auto kept = select_ok(input); // 9.75, 5, 0.25 -> 10, 5, 0
+    CHECK(kept[0][0].size() == 10 && kept[1][0].size() == 5 && kept[2][0].empty());
+    CHECK(kept[1][0] == llama_dge_rows({ 35, 36, 37, 38, 39 }));
+}
+
+static int sum_of(const std::vector<int32_t> & x) {
+    int sum = 0;
+    for (const int32_t v : x) {
+        sum += v;
+    }
+    return sum;
+}
+
+static void test_adaptive() {
+    // 8 of 8 best scores in head 0: 0.8*8 rounded + 1 floor, capped and repaired
+    CHECK(llama_dge_adaptive_caps({ { 9, 9, 9, 9, 9, 9, 9, 9, 9, 9 }, std::vector<float>(10, 0.0f) }, 5) ==
+            std::vector<int32_t>({ 9, 1 }));
+
+    // all equal: the tie goes to the later head, and the floor stays with the first
+    CHECK(sum_of(llama_dge_adaptive_caps({ std::vector<float>(20, 1.0f), std::vector<float>(20, 1.0f) }, 10)) == 20);
+
+    std::mt19937 rng(3);
+    const float special[] = { f_nan, -f_inf, f_inf, 1e30f, -1e30f, 0.0f };
+
+    for (int it = 0; it < 3000; ++it) {
+        const int n_head = rng() % 8  + 1;
+        const int n_past = rng() % 40 + 1;
+        const int n      = rng() % (n_past + 1);
+
+        llama_dge_ranks ranks(n_head, std::vector<float>(n_past));
+        const int kind = rng() % 4;
+        for (int ih = 0; ih < n_head; ++ih) {
+            for (float & x : ranks[ih]) {
+                switch (kind) {
+                    case 0: x = 1.0f;                               break; // all equal
+                    case 1: x = ih == 0 ? 1e30f : 0.0f;             break; // one head takes all
+                    case 2: x = special[rng() % 6];                 break;
+                    case 3: x = (float) (rng() % 1000);             break;
+                }
+            }
+        }
+
+        const auto caps = llama_dge_adaptive_caps(ranks, n);
+        CHECK(sum_of(caps) == n*n_head);
+        for (const int32_t cap : caps) {
+            CHECK(cap >= 0 && cap <= n_past);
+            // the floor holds unless the repair had to take from it: never by more than the rounding
+            CHECK(cap >= std::min(n/5, n_past) - n_head);
+        }
+    }
+
+    // a head with more of the best scores never gets fewer rows
+    const auto caps = llama_dge_adaptive_caps({ { 1, 1, 1, 9, 9, 9, 9, 9, 9, 9 }, { 5, 5, 5, 0, 0, 0, 0, 0, 0, 0 } }, 5);
+    CHECK(sum_of(caps) == 10 && caps[0] > caps[1]);
+
+    auto input = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
+    input.params.head_budgets = LLAMA_DGE_HEAD_BUDGETS_TABLE;
+    input.table               = { { 0, 9 } };
+    input.layers[0].window    = { 9, 0, 0, 8, 0, 7, 6, 0 };
+    const auto kept = select_ok(input);
+    CHECK(kept[0][0].empty() && kept[0][1] == llama_dge_rows({ 0, 1, 2, 3 })); // no more than there are
+}
+
+static void test_h2o() {
+    // the policy's own score is a sum over the whole prompt and is not pooled
+    auto input = make_input(LLAMA_DGE_POLICY_H2O, LLAMA_DGE_SCORES_POLICY, 5, 2, 1);
+    input.params.kernel_size = 3;
+    input.layers[0].window   = { 0, 9, 0, 0, 8 };
+    CHECK(select_ok(input)[0][0] == llama_dge_rows({ 1, 4 }));
+
+    CHECK( llama_dge_needs_sums(input.params) && !llama_dge_needs_window_scores(input.params));
+    input.params.scores = LLAMA_DGE_SCORES_DRAFT;
+    CHECK(!llama_dge_needs_sums(input.params) &&  llama_dge_needs_draft_scores(input.params));
+}
+
+static void test_custom() {
+    auto input = make_input(LLAMA_DGE_POLICY_CUSTOM, LLAMA_DGE_SCORES_POLICY, 4, 2, 1);
+    input.layers[0].window = { 4, 3, 2, 1 };
+
+    llama_dge_rows answer = { 1, 3 };
+    bool           ok     = true;
+
+    input.custom = [&](size_t i, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) {
+        CHECK(i == 0 && n == 2 && ranks.size() == 1 && ranks[0] == std::vector<float>({ 4, 3, 2, 1 }));
+        rows[0] = answer;
+        return ok;
+    };
+
+    llama_dge_kept kept;
+    CHECK(llama_dge_select(input, kept) && kept[0][0] == answer);
+
+    for (const llama_dge_rows & bad : { llama_dge_rows { 3, 1 }, llama_dge_rows { 1, 1 }, llama_dge_rows { -1 }, llama_dge_rows { 4 } }) {
+        answer = bad;
+        CHECK(!llama_dge_select(input, kept));
+    }
+
+    answer = { 0 };
+    ok     = false;
+    CHECK(!llama_dge_select(input, kept));
 }
 
 int main() {
@@ -243,6 +402,10 @@ int main() {
     test_streamingllm();
     test_snapkv();
     test_property();
+    test_pyramidkv();
+    test_adaptive();
+    test_h2o();
+    test_custom();
 
     if (n_failed > 0) {
         fprintf(stderr, "%d checks failed\n", n_failed);
