@@ -21,10 +21,6 @@ from reference.driver import Context, NativeModel  # noqa: E402
 from reference.models import ZOO, TinyModel, make_weights, write_gguf  # noqa: E402
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "stock: compares with a stock llama-cpp-python, which is built if need be")
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A model of the zoo in the three forms in which tests use it."""

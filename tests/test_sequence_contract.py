@@ -550,20 +550,28 @@ def test_truncated_state(new_context: ContextFactory, cut_context: Callable[...,
 
 
 def test_damaged_section(new_context: ContextFactory, cut_context: Callable[..., Context]) -> None:
-    """Any byte of the section before the rows may be wrong: an error or a harmless load, never a crash."""
+    """Any byte of the section may be wrong: an error or a harmless load, never a crash, and a usable context."""
     original = cut_context()
     state = original.seq_state()
+    tokens = tokens_of(40, 12)
+    want = new_context("g2", **F32).decode(tokens)
     rng = np.random.default_rng(13)
+    places = [(at,) for at in range(160)] + [tuple(rng.integers(0, 2000, 3).tolist()) for _ in range(100)]
+    context = new_context("g2", **F32, dge=SETTINGS.as_params())
     n_refused = 0
-    for _ in range(300):
+    for place in places:
         damaged = bytearray(state)
-        for at in rng.integers(0, 2000, 3).tolist():
+        for at in place:
             damaged[at] ^= int(rng.integers(1, 256))
-        context = new_context("g2", **F32, dge=SETTINGS.as_params())
-        n_refused += context.seq_state_load(bytes(damaged)) == 0
-        usable(context, new_context("g2", **F32))
-        context.close()
-    assert n_refused > 0
+        refused = context.seq_state_load(bytes(damaged)) == 0
+        n_refused += refused
+        assert not refused or context.info()["state"] == driver.STATE_FULL
+        context.clear()
+        assert np.array_equal(context.decode(tokens), want)
+        context.clear()
+    assert n_refused >= 40
+    assert context.seq_state_load(state) == len(state)
+    check_loaded(context, original)
 
 
 # arming, errors
