@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from llama_dge import DGEConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,7 +27,7 @@ def test_table_of_settings() -> None:
     assert rows == [(name, f'"{value}"' if isinstance(value, str) else str(value)) for name, value in want]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)", text):
@@ -34,7 +35,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_targets_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -52,4 +53,5 @@ def test_python_of_the_readme_runs_as_pasted() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     before, after = re.search(r"(\d+) -> (\d+) rows", done.stdout).groups()  # type: ignore[union-attr]
-    assert int(before) > 2000 and int(after) == 513
+    assert int(before) > 2000
+    assert int(after) == 513
