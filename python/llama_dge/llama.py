@@ -115,7 +115,7 @@ class Llama(llama_cpp.Llama):
         line = f"eviction after {config.draft_tokens} tokens, {config}"
         logger.info(line)
         if self.verbose:
-            print(f"llama_dge: {line}", file=sys.stderr)
+            print(f"llama_dge: {line}", file=sys.stderr)  # noqa: T201  # as the stock class does
 
     def _dge_warn(self, kind: str, text: str) -> None:
         # once per instance and kind, whatever the warning filters say
@@ -234,7 +234,7 @@ class Llama(llama_cpp.Llama):
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt; parameters as in llama_cpp.Llama.generate.
 
-        With eviction on, the cache is cut once the generator has yielded `draft_tokens` tokens and is asked for another.
+        With eviction on, the cache is cut when `draft_tokens` tokens have been yielded and another is asked for.
         """
         if not self._dge_on:
             yield from super().generate(tokens, *args, **kwargs)
