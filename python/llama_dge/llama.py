@@ -270,12 +270,14 @@ class Llama(llama_cpp.Llama):
         state = _native.seq_stats(self.ctx, _SEQ).state
         if state == "armed":
             _native.seq_disarm(self.ctx, _SEQ)
-        if not reset or self._dge_text_end < self.n_tokens:
+        if not reset:
             return
 
         n = min(self.n_tokens, len(tokens))
         same = self._input_ids[:n] == np.asarray(tokens[:n], dtype=np.intc)
         match = n if same.all() else int(np.argmin(same))
+        if match > self._dge_text_end:
+            return  # a chat handler put images into the cache and hands over the whole prompt
 
         if state == "cut":
             # The prompt is what the cache holds, or that and the last token of the answer, which is not in the cache

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+from llama_cpp._internals import LlamaModel
 
-from .. import models
-from .._native import DGEError
+from .. import _native, models
 from ..config import DRAFT_POOLINGS, POLICIES, POOLINGS, SCORES, DGEConfig
 from ..llama import Llama
 from ..stats import DGEStats
@@ -128,10 +128,27 @@ def load(path: Path, progress: Progress, **kwargs: Any) -> Llama:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             return Llama(str(path), verbose=False, **kwargs)
-    except (ValueError, DGEError) as error:
+    except (ValueError, _native.DGEError) as error:
         raise CLIError(str(error)) from error
     finally:
         progress.clear()
+
+
+def load_vocabulary(path: Path) -> LlamaModel:
+    """Load a model without its weights, to count tokens; raises CLIError."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    try:
+        return LlamaModel(path_model=str(path), params=params, verbose=False)
+    except ValueError as error:
+        raise CLIError(str(error)) from error
+
+
+def tokenize(vocabulary: LlamaModel, text: str, add_bos: bool | None = None) -> list[int]:
+    """Tokenize a prompt as `llama_cpp.Llama` does: special tokens count, and the model says whether it wants a BOS."""
+    raw = text.encode("utf-8")
+    tokens: list[int] = vocabulary.tokenize(raw, vocabulary.add_bos_token() if add_bos is None else add_bos, True)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -237,6 +254,8 @@ def answer(
         progress.clear()
 
     stats = llm.dge_stats
+    # without eviction: every row, and llama.cpp lets attention read whole multiples of 256 cells
+    n_kv = min(-(-llm.n_tokens // 256) * 256, llm.n_ctx())
     cut_seconds = stats.seconds if stats is not None else 0.0
     return Answer(
         text="".join(pieces),
@@ -245,7 +264,7 @@ def answer(
         prefill_seconds=first - start,
         decode_seconds=last - first - cut_seconds,
         n_rows=stats.rows if stats is not None else llm.n_tokens,
-        n_kv=stats.n_kv if stats is not None else llm.n_tokens,
+        n_kv=stats.n_kv if stats is not None else n_kv,
         stats=stats,
     )
 

@@ -20,6 +20,7 @@ from ._common import (
     load,
     mebibytes,
     model_path,
+    tokenize,
 )
 
 MODEL = "smollm2-135m"
@@ -56,7 +57,7 @@ def _demo(args: argparse.Namespace) -> int:
     for name, dge in (("full cache", None), ("eviction", config)):
         progress.line(f"{name}: reading the document")
         llm = load(path, progress, dge=dge, n_ctx=N_CTX, n_threads=args.threads, n_threads_batch=args.threads)
-        tokens = llm.tokenize(prompt.encode("utf-8"), add_bos=llm._model.add_bos_token())
+        tokens = tokenize(llm._model, prompt)
         if len(tokens) + MAX_TOKENS > N_CTX:
             raise CLIError(f"this model's {len(tokens)} tokens do not fit into {N_CTX}")
         results.append(answer(llm, tokens, max_tokens=MAX_TOKENS, progress=progress))

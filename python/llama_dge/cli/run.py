@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llama_cpp._internals import LlamaModel
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-from ..llama import Llama
 from ._common import (
     CACHE_TYPES,
     Answer,
@@ -21,8 +21,10 @@ from ._common import (
     dge_config,
     given_dge_options,
     load,
+    load_vocabulary,
     mebibytes,
     model_path,
+    tokenize,
 )
 
 
@@ -86,9 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     path = model_path(args.model, progress)
 
     # The size of the context depends on the number of tokens, so the vocabulary is loaded first and alone.
-    with_vocabulary = load(path, progress, vocab_only=True, n_ctx=256, n_batch=256)
-    tokens = _tokenize(with_vocabulary, prompt, args.chat)
-    with_vocabulary.close()
+    tokens = _tokenize(load_vocabulary(path), prompt, args.chat)
     if not tokens:
         raise CLIError("the prompt is empty")
     needed = len(tokens) + args.max_tokens
@@ -144,17 +144,18 @@ def _read_prompt(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def _tokenize(llm: Llama, prompt: str, chat: bool | None) -> list[int]:
-    template = llm.metadata.get("tokenizer.chat_template")
+def _tokenize(vocabulary: LlamaModel, prompt: str, chat: bool | None) -> list[int]:
+    template = vocabulary.metadata().get("tokenizer.chat_template")
     if chat and template is None:
         raise CLIError("the model has no chat template; leave --chat out")
     if chat is False or template is None:
-        return llm.tokenize(prompt.encode("utf-8"), add_bos=llm._model.add_bos_token(), special=True)
-    bos, eos = (llm._model.token_get_text(token) if token != -1 else "" for token in (llm.token_bos(), llm.token_eos()))
+        return tokenize(vocabulary, prompt)
+    ends = (vocabulary.token_bos(), vocabulary.token_eos())
+    bos, eos = (vocabulary.token_get_text(token) if token != -1 else "" for token in ends)
     formatted = Jinja2ChatFormatter(template, eos_token=eos, bos_token=bos)(
         messages=[{"role": "user", "content": prompt}]
     )
-    return llm.tokenize(formatted.prompt.encode("utf-8"), add_bos=not formatted.added_special, special=True)
+    return tokenize(vocabulary, formatted.prompt, add_bos=not formatted.added_special)
 
 
 def _report(result: Answer) -> None:
