@@ -26,7 +26,7 @@ TOOLS   := $(VENV)/.tools-installed
 PACKAGE := $(VENV)/.package-installed
 ARGS    := $(VENV)/.cmake-args
 
-PY_FILES     := $(wildcard $(addprefix python/,*.py */*.py */*/*.py))
+PY_FILES     := $(shell find python -type f -not -name '*.pyc')
 PACKAGE_DEPS := pyproject.toml CMakeLists.txt LICENSE README.md $(wildcard cmake/*.cmake patches/UPSTREAM patches/*.patch \
 	scripts/*.py native/CMakeLists.txt native/include/* native/src/* native/src/*/* models/*.toml) $(PY_FILES)
 

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from . import report
-from .measure import DGE, OFF, STOCK, Arms, BenchError, Plan, run_round
+from .measure import DGE, OFF, STOCK, Arms, BenchError, Lock, Plan, run_round
 
 ROOT = Path(__file__).resolve().parent.parent
 STOCK_VARIABLE = "LLAMA_DGE_STOCK_PYTHON"
@@ -36,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--flash-attn", action="store_true")
     p.add_argument("--json", type=Path, metavar="FILE", help="results (build/bench.json)")
     p.add_argument(
-        "--lock", type=Path, metavar="FILE", help="hold an flock on FILE during each round, on a machine that is shared"
+        "--lock", type=Path, metavar="FILE", help="hold an flock on FILE while measuring, for minutes at a time"
     )
     return p
 
@@ -77,19 +76,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def held(lock: Path | None) -> Iterator[None]:
-    """Hold an flock while a round runs."""
-    if lock is None:
-        yield
-        return
-    import fcntl
-
-    with open(lock, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark. Returns the results, which are in the JSON file as well; raises BenchError."""
     import llama_dge
@@ -109,7 +95,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     dge = {"budget": todo[0].budget, "draft_tokens": args.draft_tokens, "scores": args.scores}
 
-    with Arms(pythons) as arms:
+    lock = Lock(args.lock)
+    with Arms(pythons, lock) as arms:
         say("loading " + ", ".join(arms.names))
         loaded = {n: arms[n]("load", model=path, dge=dge if n == DGE else None, **settings) for n in arms.names}
         result: dict[str, Any] = {
@@ -124,9 +111,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         rounds: list[dict[str, Any]] = []
         for plan in todo:
             for index in range(args.rounds or (1 if args.quick else 3)):
-                with held(args.lock):
-                    start = time.monotonic()
-                    rounds.append(run_round(arms, plan, loaded[OFF]["n_vocab"], index))
+                lock.take()
+                start = time.monotonic()
+                rounds.append(run_round(arms, plan, loaded[OFF]["n_vocab"], index))
+                lock.give()
                 say(f"{plan.context:,} tokens, round {index + 1}: {time.monotonic() - start:.0f} s")
                 write(args.json, result, rounds)
     return {**result, "rounds": rounds}

@@ -13,11 +13,12 @@ import os
 import random
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 Times = list[list[float]]  # [n][wall, CPU] seconds
 
@@ -92,6 +93,46 @@ class Worker:
         self._stderr.close()
 
 
+class Lock:
+    """An flock on a file that others take, too, such as the builds of a machine that is shared.
+
+    Parameters
+    ----------
+    path
+        The file, or None: nothing is locked then.
+    at_most
+        Seconds after which `breathe` lets the others in.
+    """
+
+    def __init__(self, path: Path | None = None, at_most: float = 300.0) -> None:
+        self._path, self._at_most = path, at_most
+        self._file: IO[str] | None = None
+        self._since = 0.0
+
+    def take(self) -> None:
+        """Wait for the lock."""
+        if self._path is None:
+            return
+        import fcntl  # not on Windows
+
+        self._file = open(self._path, "a")  # noqa: SIM115
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._since = time.monotonic()
+
+    def give(self) -> None:
+        """Give the lock back."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def breathe(self) -> None:
+        """Between two turns: give the lock back and take it again, if it was held for long."""
+        if self._file is not None and time.monotonic() - self._since > self._at_most:
+            self.give()
+            time.sleep(1.0)  # who waits comes first
+            self.take()
+
+
 class Arms:
     """The workers by name, started and ended together.
 
@@ -99,10 +140,13 @@ class Arms:
     ----------
     pythons
         Interpreter of each arm.
+    lock
+        Held while a round runs.
     """
 
-    def __init__(self, pythons: dict[str, str]) -> None:
+    def __init__(self, pythons: dict[str, str], lock: Lock) -> None:
         self.workers: dict[str, Worker] = {}
+        self.lock = lock
         try:
             for name, python in pythons.items():
                 self.workers[name] = Worker(name, python, "stock" if name == STOCK else "ours")
@@ -125,6 +169,12 @@ class Arms:
     def names(self) -> list[str]:
         """Arms that take part."""
         return list(self.workers)
+
+    def turns(self, names: Sequence[str], n: int, first: int) -> Iterator[list[str]]:
+        """Yield n orders of the names, and let others have the machine between two turns where they wait for it."""
+        for order in turns(names, n, first):
+            self.lock.breathe()
+            yield order
 
     def close(self) -> None:
         """End all processes."""
@@ -181,7 +231,7 @@ def prefill(arms: Arms, names: Sequence[str], prompt: list[int], chunk: int, fir
         arms[name]("reset", prompt=prompt)
     times: dict[str, Times] = {name: [] for name in names}
     starts = range(0, len(prompt), chunk)
-    for start, order in zip(starts, turns(names, len(starts), first)):
+    for start, order in zip(starts, arms.turns(names, len(starts), first)):
         for name in order:
             times[name].append(arms[name]("evaluate", start=start, stop=start + chunk))
     return times
@@ -190,7 +240,7 @@ def prefill(arms: Arms, names: Sequence[str], prompt: list[int], chunk: int, fir
 def decode(arms: Arms, names: Sequence[str], blocks: int, block: int, first: int) -> dict[str, Times]:
     """Decode in all arms, block by block. Returns the time of each block."""
     times: dict[str, Times] = {name: [] for name in names}
-    for order in turns(names, blocks, first):
+    for order in arms.turns(names, blocks, first):
         for name in order:
             steps = arms[name]("step", n=block)
             times[name].append([sum(step[i] for step in steps) for i in range(2)])

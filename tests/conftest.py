@@ -10,19 +10,16 @@ import os
 # many tiny products: threads would only get in each other's way
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from collections.abc import Callable, Iterator  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import llama_dge  # noqa: E402, F401  # first: it decides which libllama llama_cpp loads
-import pytest  # noqa: E402
-from reference.driver import Context, NativeModel  # noqa: E402
-from reference.models import ZOO, TinyModel, make_weights, write_gguf  # noqa: E402
+import pytest
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "stock: compares with a stock llama-cpp-python, which is built if need be")
+import llama_dge  # noqa: F401  # first: it decides which libllama llama_cpp loads
+from reference.driver import Context, NativeModel
+from reference.models import ZOO, TinyModel, make_weights, write_gguf
 
 
 @dataclass(frozen=True)

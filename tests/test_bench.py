@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +117,30 @@ def test_pairs_must_match() -> None:
 def test_turns_go_both_ways() -> None:
     assert list(measure.turns(["a", "b"], 3)) == [["a", "b"], ["b", "a"], ["a", "b"]]
     assert list(measure.turns(["a", "b"], 1, first=1)) == [["b", "a"]]
+
+
+def test_the_lock_lets_others_in(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def is_free() -> bool:
+        with open(tmp_path / "lock", "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    lock = measure.Lock(tmp_path / "lock", at_most=0.0)
+    lock.take()
+    assert not is_free()
+    with ThreadPoolExecutor(1) as pool:
+        breath = pool.submit(lock.breathe)
+        while not is_free():
+            assert not breath.done()
+        breath.result()
+    assert not is_free()
+    lock.give()
+    assert is_free()
 
 
 def run_bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

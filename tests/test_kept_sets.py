@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
 from reference import driver
 from reference.forward import Reference
 from reference.models import ZOO
@@ -123,9 +124,7 @@ def test_kept_sets_of_other_caches(
     ],
     ids=lambda s: f"sinks{s.sinks}",
 )
-def test_streamingllm_keeps_the_ends_whatever_the_scores(
-    zoo: Zoo, new_context: ContextFactory, s: Settings
-) -> None:
+def test_streamingllm_keeps_the_ends_whatever_the_scores(zoo: Zoo, new_context: ContextFactory, s: Settings) -> None:
     n_prompt = 177
     tokens = tokens_of(n_prompt + 10, 2)
     kept = cut(new_context("g2", dge=s.as_params()), tokens, n_prompt, s.draft_tokens - 1)
@@ -211,9 +210,7 @@ def test_k1_with_policy_scores_is_the_bare_policy(zoo: Zoo, new_context: Context
     assert as_lists(at_once.kept()) == past
 
     for other_draft in (tokens, [*tokens[:n_prompt], *tokens_of(8, 6)]):
-        later = cut(
-            new_context("g3", **settings, dge=replace(s, draft_tokens=6).as_params()), other_draft, n_prompt, 5
-        )
+        later = cut(new_context("g3", **settings, dge=replace(s, draft_tokens=6).as_params()), other_draft, n_prompt, 5)
         assert [[p[p < n_prompt].tolist() for p in heads] for heads in later] == past
         assert all(p[-5:].tolist() == list(range(n_prompt, n_prompt + 5)) for heads in later for p in heads)
 

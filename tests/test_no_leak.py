@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
 from reference import driver
 from reference.bounds import nmse_bounds
 from reference.forward import Reference, nmse
@@ -40,9 +41,7 @@ def test_evicted_tokens_have_no_influence(
     settings = {"flash_attn": cache[0], "type_k": cache[1], "type_v": cache[2]}
     tokens = tokens_of(N_PROMPT + 34, 0)
     other = with_other_tokens(tokens, positions, 1)
-    logits = [
-        cut_after(new_context("one", **settings, dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)
-    ]
+    logits = [cut_after(new_context("one", **settings, dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)]
     assert np.array_equal(logits[0], logits[1])
 
     # the check can fail: without a cut the same change shows
@@ -72,9 +71,7 @@ def test_deeper_models_still_feel_what_was_read_before(new_context: ContextFacto
 
 @pytest.mark.parametrize("policy", ["snapkv", "streamingllm"])
 @pytest.mark.parametrize("flash_attn", [False, True], ids=["no_fa", "fa"])
-def test_every_request_of_a_series_is_cut(
-    zoo: Zoo, new_context: ContextFactory, policy: str, flash_attn: bool
-) -> None:
+def test_every_request_of_a_series_is_cut(zoo: Zoo, new_context: ContextFactory, policy: str, flash_attn: bool) -> None:
     """20 prompts of different lengths on one context: rows counted and logits checked for each."""
     s = Settings(policy=policy, budget=32, draft_tokens=2)
     context = new_context("g3", flash_attn=flash_attn, n_ctx=512, n_ubatch=64, dge=s.as_params())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
 from reference import driver
 from reference.policies import Settings
 from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of

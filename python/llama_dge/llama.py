@@ -115,7 +115,7 @@ class Llama(llama_cpp.Llama):
         line = f"eviction after {config.draft_tokens} tokens, {config}"
         logger.info(line)
         if self.verbose:
-            print(f"llama_dge: {line}", file=sys.stderr)
+            print(f"llama_dge: {line}", file=sys.stderr)  # noqa: T201  # as the stock class does
 
     def _dge_warn(self, kind: str, text: str) -> None:
         # once per instance and kind, whatever the warning filters say
@@ -234,7 +234,7 @@ class Llama(llama_cpp.Llama):
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt; parameters as in llama_cpp.Llama.generate.
 
-        With eviction on, the cache is cut once the generator has yielded `draft_tokens` tokens and is asked for another.
+        With eviction on, the cache is cut when `draft_tokens` tokens have been yielded and another is asked for.
         """
         if not self._dge_on:
             yield from super().generate(tokens, *args, **kwargs)
@@ -270,12 +270,14 @@ class Llama(llama_cpp.Llama):
         state = _native.seq_stats(self.ctx, _SEQ).state
         if state == "armed":
             _native.seq_disarm(self.ctx, _SEQ)
-        if not reset or self._dge_text_end < self.n_tokens:
+        if not reset:
             return
 
         n = min(self.n_tokens, len(tokens))
         same = self._input_ids[:n] == np.asarray(tokens[:n], dtype=np.intc)
         match = n if same.all() else int(np.argmin(same))
+        if match > self._dge_text_end:
+            return  # a chat handler put images into the cache and hands over the whole prompt
 
         if state == "cut":
             # The prompt is what the cache holds, or that and the last token of the answer, which is not in the cache

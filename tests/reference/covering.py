@@ -34,7 +34,7 @@ def covering_set(
         for y in factors[b]
         if valid({a: x, b: y})
     }
-    cases = []
+    cases: list[Case] = []
     while wanted:
         # start from a pair that is still missing, then give each other factor the value that covers most
         case: Case = dict(min(wanted, key=repr))

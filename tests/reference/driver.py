@@ -10,6 +10,7 @@ import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,11 @@ def llama() -> Any:
     return module
 
 
+@cache
 def dge_library() -> Any:
     """The loaded libllama with the functions of llama-dge.h declared; AttributeError where it has none."""
-    lib: Any = llama()._lib
-    if getattr(lib, "_dge_declared", False):
-        return lib
+    # a handle of our own: the package declares the same functions, with its own types, on llama_cpp's
+    lib: Any = ctypes.CDLL(llama()._lib._name)
     ctx, i32 = ctypes.c_void_p, ctypes.c_int32
     pos_p, params_p, info_p = ctypes.POINTER(i32), ctypes.POINTER(Params), ctypes.POINTER(SeqInfo)
     signatures: dict[str, tuple[Any, list[Any]]] = {
@@ -103,7 +104,6 @@ def dge_library() -> Any:
         function.restype, function.argtypes = result, arguments
     if lib.llama_dge_abi_version() != ABI_VERSION:
         raise RuntimeError(f"the tests are written for ABI {ABI_VERSION}, not {lib.llama_dge_abi_version()}")
-    lib._dge_declared = True
     return lib
 
 

@@ -166,14 +166,12 @@ def _weighted_sum_f16(logits: Float, values: Float) -> Float:
     values
         [row, head, head_size].
     """
-    n, n_head, total = logits.shape
+    n, n_head, _ = logits.shape
     out = np.zeros((n, n_head, values.shape[-1]))
     norm, top = np.zeros((n, n_head)), np.full((n, n_head), -np.inf)
-    for j in range(total):
-        s = logits[:, :, j]
-        seen = np.isfinite(s)
-        if not seen.any():
-            continue
+    attended = np.isfinite(logits)
+    for j in np.flatnonzero(attended.any(axis=(0, 1))):
+        s, seen = logits[:, :, j], attended[:, :, j]
         new_top = np.maximum(top, s)
         with np.errstate(invalid="ignore"):
             shrink = np.where(s > top, np.exp(top - new_top), 1.0)
@@ -208,12 +206,11 @@ def _rms_norm(x: Float, weight: Float, eps: float) -> Float:
 def _rope(x: Float, positions: npt.NDArray[np.int64], base: float) -> Float:
     """Rotate the pairs (2i, 2i + 1) of each head; the angles are products in f32, as in the library."""
     d = x.shape[-1]
-    scale = np.float32(np.power(np.float32(base), np.float32(-2.0 / d)))
-    angle = positions.astype(np.float32)
+    factors = np.full((len(positions), d // 2), np.power(np.float32(base), np.float32(-2.0 / d)), dtype=np.float32)
+    factors[:, 0] = positions
+    angles = np.multiply.accumulate(factors, axis=1)[:, None]
+    cos, sin = np.cos(angles).astype(np.float64), np.sin(angles).astype(np.float64)
     out = np.empty_like(x)
-    for i in range(0, d, 2):
-        cos, sin = np.cos(angle).astype(np.float64)[:, None], np.sin(angle).astype(np.float64)[:, None]
-        out[..., i] = x[..., i] * cos - x[..., i + 1] * sin
-        out[..., i + 1] = x[..., i] * sin + x[..., i + 1] * cos
-        angle = angle * scale
+    out[..., 0::2] = x[..., 0::2] * cos - x[..., 1::2] * sin
+    out[..., 1::2] = x[..., 0::2] * sin + x[..., 1::2] * cos
     return out

@@ -77,7 +77,7 @@ def make_weights(spec: ModelSpec) -> TinyModel:
     rng = np.random.default_rng(spec.seed)
 
     def matrix(n_out: int, n_in: int, gain: float) -> Array:
-        return (rng.standard_normal((n_out, n_in)) * gain / np.sqrt(n_in)).astype(np.float32)
+        return np.asarray(rng.standard_normal((n_out, n_in)) * gain / np.sqrt(n_in), dtype=np.float32)
 
     def norm(n: int) -> Array:
         return (1.0 + 0.1 * rng.standard_normal(n)).astype(np.float32)

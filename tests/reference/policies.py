@@ -6,6 +6,7 @@ L is the length of the prompt, w the window, P = L - w the number of past rows. 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ class Settings:
     window: int = 8
     sinks: int = 4
 
-    def as_params(self) -> dict[str, str | int]:
+    def as_params(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
 
@@ -115,9 +116,7 @@ def kept_rows(q: Float, k: Float, n_prompt: int, n_rows: int, s: Settings) -> li
 
 def kept_by(reference: Reference, n_prompt: int, s: Settings) -> list[list[Positions]]:
     """kept_rows() of every layer of a sequence, [layer][head]."""
-    return [
-        kept_rows(q, k, n_prompt, reference.n_tokens, s) for q, k in zip(reference.q, reference.k)
-    ]
+    return [kept_rows(q, k, n_prompt, reference.n_tokens, s) for q, k in zip(reference.q, reference.k)]
 
 
 def disagreement(scores: npt.NDArray[np.float64], kept: npt.ArrayLike, count: int) -> float:

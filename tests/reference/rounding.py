@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import gguf
 import numpy as np
@@ -92,13 +92,13 @@ def block_minima(rows: Float) -> Float:
     return np.asarray(blocks.min(axis=-1).astype(np.float16).astype(np.float64))
 
 
-@lru_cache(maxsize=None)
+@cache
 def hadamard(n: int) -> Float:
     """Orthonormal Hadamard matrix in Sylvester's order; its own inverse."""
     matrix = np.ones((1, 1))
     while matrix.shape[0] < n:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix / np.sqrt(n)
+    return np.asarray(matrix / np.sqrt(n))
 
 
 def rotation_size_k(head_size: int, type_k: str) -> int:

@@ -1,0 +1,56 @@
+"""The ``llama-dge`` command: one module per subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..models import ModelError
+from . import demo, doctor, models, run
+from ._common import CLIError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="llama-dge", description="llama.cpp with Draft-Guided Eviction of the KV cache."
+    )
+    parser.add_argument("--version", action="version", version=f"llama-dge {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (run, models, doctor, demo):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Parameters
+    ----------
+    argv
+        Arguments without the program's name; by default those of the process.
+
+    Returns
+    -------
+    int
+        Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.
+    """
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    try:
+        return int(args.command_function(args))
+    except (CLIError, ModelError) as error:
+        print(f"llama-dge {args.command}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of a pipe went away; keep the interpreter from writing to it again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

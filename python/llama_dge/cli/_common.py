@@ -1,0 +1,274 @@
+"""What the subcommands share: settings, progress, loading a model, timing an answer."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import dataclasses
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+from llama_cpp._internals import LlamaModel
+
+from .. import _native, models
+from ..config import DRAFT_POOLINGS, POLICIES, POOLINGS, SCORES, DGEConfig
+from ..llama import Llama
+from ..stats import DGEStats
+
+# of a KV cache; numbers of enum ggml_type
+CACHE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 30,
+    "q8_0": 8,
+    "q5_1": 7,
+    "q5_0": 6,
+    "q4_1": 3,
+    "q4_0": 2,
+    "iq4_nl": 20,
+}
+
+
+class CLIError(Exception):
+    """What went wrong, for the user; no traceback is shown."""
+
+
+class Progress:
+    """Lines on stderr about what takes long: on a terminal, or where the user asked for them."""
+
+    def __init__(self, verbose: bool) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._on = self._terminal or verbose
+
+    def line(self, text: str) -> None:
+        """Show a line that stays."""
+        if self._on:
+            self.clear()
+            print(text, file=sys.stderr, flush=True)
+
+    def update(self, text: str) -> None:
+        """Show a line that the next one replaces."""
+        if self._terminal:
+            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the line that `update` showed."""
+        self.update("")
+
+
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    """Add the option that every subcommand has."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what is going on")
+
+
+def _budget(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither rows (512) nor a share of the prompt (0.25)") from None
+
+
+def add_dge_options(parser: argparse.ArgumentParser) -> None:
+    """Add one option per setting that shapes the cut; those that are not given keep the defaults of `DGEConfig`."""
+    default = DGEConfig()
+    group = parser.add_argument_group("eviction")
+
+    def add(name: str, text: str, **kwargs: Any) -> None:
+        field = name.replace("-", "_")
+        group.add_argument(f"--{name}", dest=f"dge_{field}", help=f"{text} ({getattr(default, field)})", **kwargs)
+
+    add("policy", "which rows stay", metavar="NAME", type=str)
+    add("scores", "what ranks them", choices=SCORES)
+    add("draft-pooling", "pooling of the draft's scores", choices=DRAFT_POOLINGS)
+    add("pooling", "pooling of the policy's own score", choices=POOLINGS)
+    add("kernel-size", "rows that pooling spans", type=int, metavar="N")
+    add(
+        "budget", "rows that stay per layer and KV head; with a point, a share of the prompt", type=_budget, metavar="N"
+    )
+    add("draft-tokens", "tokens of the answer before the cut", type=int, metavar="N")
+    add("window", "last rows that always stay", type=int, metavar="N")
+    add("sinks", f"first rows that always stay, with {POLICIES[1]}", type=int, metavar="N")
+
+
+def given_dge_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that were given by the options of `add_dge_options`."""
+    fields = [field.name for field in dataclasses.fields(DGEConfig)]
+    given = {name: getattr(args, f"dge_{name}", None) for name in fields}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def dge_config(**settings: Any) -> DGEConfig:
+    """Make settings; raises CLIError."""
+    try:
+        return DGEConfig(**settings)
+    except (ValueError, NotImplementedError) as error:
+        raise CLIError(str(error)) from error
+
+
+def model_path(name_or_path: str, progress: Progress, manifest: Path | None = None) -> Path:
+    """Return the path of a GGUF file, downloaded first where a model's name is given; raises ModelError."""
+    found = models.find(name_or_path, models.read_manifest(manifest))
+    return found if isinstance(found, Path) else models.fetch(found, report=progress.line)
+
+
+def load(path: Path, progress: Progress, **kwargs: Any) -> Llama:
+    """Load a model, quietly; raises CLIError."""
+    progress.update(f"loading {path.name}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            return Llama(str(path), verbose=False, **kwargs)
+    except (ValueError, _native.DGEError) as error:
+        raise CLIError(str(error)) from error
+    finally:
+        progress.clear()
+
+
+def load_vocabulary(path: Path) -> LlamaModel:
+    """Load a model without its weights, to count tokens; raises CLIError."""
+    params = llama_cpp.llama_model_default_params()
+    params.vocab_only = True
+    try:
+        return LlamaModel(path_model=str(path), params=params, verbose=False)
+    except ValueError as error:
+        raise CLIError(str(error)) from error
+
+
+def tokenize(vocabulary: LlamaModel, text: str, add_bos: bool | None = None) -> list[int]:
+    """Tokenize a prompt as `llama_cpp.Llama` does: special tokens count, and the model says whether it wants a BOS."""
+    raw = text.encode("utf-8")
+    tokens: list[int] = vocabulary.tokenize(raw, vocabulary.add_bos_token() if add_bos is None else add_bos, True)
+    return tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer and what it took.
+
+    Seconds are wall-clock time, `decode_seconds` without the cut. `n_decoded` does not count the first token, which
+    the prefill gives. `n_rows` are per layer and KV head, `n_kv` those that attention reads; both at the end.
+    """
+
+    text: str
+    n_prompt: int
+    n_decoded: int
+    prefill_seconds: float
+    decode_seconds: float
+    n_rows: int
+    n_kv: int
+    stats: DGEStats | None
+
+    @property
+    def prefill_speed(self) -> float:
+        """Tokens per second."""
+        return self.n_prompt / self.prefill_seconds if self.prefill_seconds > 0 else 0.0
+
+    @property
+    def decode_speed(self) -> float:
+        """Tokens per second, 0 where nothing was decoded after the first token."""
+        return self.n_decoded / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def why_full(self) -> str:
+        """Why nothing was cut."""
+        if self.stats is None:
+            return "eviction is off"
+        if self.stats.error is not None:
+            return self.stats.error
+        if self.stats.state == "armed":
+            return "the answer ended before the cut"
+        return "the prompt is not longer than the budget"
+
+
+def answer(
+    llm: Llama,
+    tokens: list[int],
+    *,
+    max_tokens: int,
+    progress: Progress,
+    temp: float = 0.0,
+    write: Callable[[str], object] = lambda text: None,
+) -> Answer:
+    """Answer a prompt and measure it.
+
+    Parameters
+    ----------
+    llm
+        Model, with or without eviction.
+    tokens
+        The prompt; with `max_tokens` it must fit the context.
+    max_tokens
+        Stop after that many tokens, or at the end of the answer.
+    progress
+        Where to show how far the prefill is.
+    temp
+        Temperature; 0 takes the likeliest token.
+    write
+        Called with each piece of the answer.
+
+    Raises
+    ------
+    CLIError
+        The library failed.
+    """
+    pieces: list[str] = []
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a token may end in the middle of a character
+
+    def emit(raw: bytes, final: bool = False) -> None:
+        pieces.append(decoder.decode(raw, final))
+        write(pieces[-1])
+
+    vocab = llama_cpp.llama_model_get_vocab(llm.model)
+    n_yielded = 0
+    start = first = last = time.perf_counter()
+    try:
+        llm.reset()
+        for i in range(0, len(tokens), llm.n_batch):
+            progress.update(f"prefill {i:,} of {len(tokens):,} tokens")
+            llm.eval(tokens[i : i + llm.n_batch])
+        progress.clear()
+        # the prompt is in the cache, so this samples at once
+        for token in llm.generate(tokens, temp=temp):
+            last = time.perf_counter()
+            first = last if n_yielded == 0 else first
+            n_yielded += 1
+            if llama_cpp.llama_vocab_is_eog(vocab, token):
+                break
+            emit(llm.detokenize([token]))
+            if n_yielded >= max_tokens:
+                break
+        emit(b"", final=True)
+    except RuntimeError as error:
+        raise CLIError(str(error)) from error
+    finally:
+        progress.clear()
+
+    stats = llm.dge_stats
+    # without eviction: every row, and llama.cpp lets attention read whole multiples of 256 cells
+    n_kv = min(-(-llm.n_tokens // 256) * 256, llm.n_ctx())
+    cut_seconds = stats.seconds if stats is not None else 0.0
+    return Answer(
+        text="".join(pieces),
+        n_prompt=len(tokens),
+        n_decoded=n_yielded - 1,
+        prefill_seconds=first - start,
+        decode_seconds=last - first - cut_seconds,
+        n_rows=stats.rows if stats is not None else llm.n_tokens,
+        n_kv=stats.n_kv if stats is not None else n_kv,
+        stats=stats,
+    )
+
+
+def mebibytes(n: float) -> str:
+    """Format a number of bytes."""
+    return f"{n / 2**20:,.1f} MiB"
