@@ -11,7 +11,7 @@ from . import _library  # noqa: F401  # isort: skip  # first: decides which libl
 import importlib.metadata
 
 from ._native import DGEError
-from .config import DGEConfig
+from .config import DGEConfig, Policy
 from .llama import Llama
 from .stats import DGEStats
 
@@ -20,4 +20,4 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+unknown"
 
-__all__ = ["DGEConfig", "DGEError", "DGEStats", "Llama", "__version__"]
+__all__ = ["DGEConfig", "DGEError", "DGEStats", "Llama", "Policy", "__version__"]

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ._library import LIBRARY
-from .config import DGEConfig
+from .config import DGEConfig, Policy
 from .stats import DGEStats
+
+logger = logging.getLogger(__name__)
 
 OK = 0
 NOTHING_TO_CUT = 1
 ERR_UNSUPPORTED = -2
 
-_POLICIES = {"snapkv": 0, "streamingllm": 1}
+_POLICIES = {"snapkv": 0, "streamingllm": 1, "pyramidkv": 2, "h2o": 3}
+_POLICY_CUSTOM = 4
 _SCORES = {"draft": 0, "policy": 1, "both": 2}
 _POOLINGS = {"none": 0, "max": 1, "avg": 2}
+_LAYER_BUDGETS = {"exact": 0, "reference": 1}
+_HEAD_BUDGETS = {"uniform": 0, "adaptive": 1}
+_HEAD_BUDGETS_TABLE = 2
 _STATES = ("full", "armed", "cut")
+
+
+_INT32_P = ctypes.POINTER(ctypes.c_int32)
+_FLOAT_P = ctypes.POINTER(ctypes.c_float)
+
+_SelectCallback = ctypes.CFUNCTYPE(
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    _FLOAT_P,
+    _INT32_P,
+    _INT32_P,
+)
 
 
 class _Params(ctypes.Structure):
@@ -34,6 +57,12 @@ class _Params(ctypes.Structure):
         ("draft_tokens", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("sinks", ctypes.c_int32),
+        ("layer_budgets", ctypes.c_int32),
+        ("head_budgets", ctypes.c_int32),
+        ("table", _INT32_P),
+        ("n_table", ctypes.c_int32),
+        ("select", _SelectCallback),
+        ("select_user_data", ctypes.c_void_p),
     ]
 
 
@@ -53,6 +82,7 @@ class _SeqInfo(ctypes.Structure):
         ("pos_min", ctypes.c_int32),
         ("bytes_before", ctypes.c_int64),
         ("bytes_after", ctypes.c_int64),
+        ("bytes_kept", ctypes.c_int64),
         ("t_score_us", ctypes.c_int64),
         ("t_select_us", ctypes.c_int64),
         ("t_compact_us", ctypes.c_int64),
@@ -69,7 +99,6 @@ def _bind(name: str, restype: Any, *argtypes: Any) -> Any:
 
 _CTX = ctypes.c_void_p
 _SEQ = ctypes.c_int32
-_INT32_P = ctypes.POINTER(ctypes.c_int32)
 
 _default_params = _bind("llama_dge_default_params", _Params)
 _status_str = _bind("llama_dge_status_str", ctypes.c_char_p, ctypes.c_int32)
@@ -128,10 +157,42 @@ def supported(ctx: int) -> str | None:
     return reason.value.decode("utf-8", "replace") or status_text(status)
 
 
-def enable(ctx: int, config: DGEConfig) -> None:
-    """Switch eviction on for a context; raises DGEError."""
+def _select_callback(policy: Policy) -> Any:
+    def call(_: Any, layer: int, n_head: int, n_past: int, n: int, scores: Any, rows: Any, n_rows: Any) -> int:
+        try:
+            given = np.ctypeslib.as_array(scores, (n_head, n_past)).copy()
+            chosen = policy.select(given, n, layer)
+            if len(chosen) != n_head:
+                raise ValueError(f"{len(chosen)} arrays of rows for {n_head} heads")
+            for head, array in enumerate(chosen):
+                values = np.sort(np.asarray(array))
+                if values.ndim != 1 or len(values) > n_past or (len(values) and values.dtype.kind not in "iu"):
+                    raise ValueError(f"head {head}: at most {n_past} ints are expected, got {array!r}")
+                n_rows[head] = len(values)
+                np.ctypeslib.as_array(rows, (n_head, n_past))[head, : len(values)] = values
+        except BaseException:  # an exception cannot cross the library; the cut is refused instead
+            logger.exception("the policy %r failed in layer %d, so the cache is not cut", policy, layer)
+            return 1
+        return 0
+
+    return _SelectCallback(call)
+
+
+def enable(ctx: int, config: DGEConfig) -> Any:
+    """Switch eviction on for a context; raises DGEError.
+
+    Returns
+    -------
+    object
+        What the library refers to; keep it as long as the context.
+    """
     params = _default_params()
-    params.policy = _POLICIES[config.policy]
+    callback = None
+    if isinstance(config.policy, str):
+        params.policy = _POLICIES[config.policy]
+    else:
+        callback = params.select = _select_callback(config.policy)
+        params.policy = _POLICY_CUSTOM
     params.scores = _SCORES[config.scores]
     params.pooling = _POOLINGS[config.pooling]
     params.draft_pooling = _POOLINGS[config.draft_pooling]
@@ -144,7 +205,16 @@ def enable(ctx: int, config: DGEConfig) -> None:
     params.draft_tokens = config.draft_tokens
     params.window = config.window
     params.sinks = config.sinks
+    params.layer_budgets = _LAYER_BUDGETS[config.layer_budgets]
+    if isinstance(config.head_budgets, str):
+        params.head_budgets = _HEAD_BUDGETS[config.head_budgets]
+    else:
+        rows = [n for layer in config.head_budgets for n in layer]
+        params.head_budgets = _HEAD_BUDGETS_TABLE
+        params.table = (ctypes.c_int32 * len(rows))(*rows)
+        params.n_table = len(rows)
     _check("enabling eviction", _enable(ctx, ctypes.byref(params)))
+    return callback
 
 
 def seq_arm(ctx: int, seq: int, n_prompt: int) -> int:
@@ -184,6 +254,7 @@ def seq_stats(ctx: int, seq: int) -> DGEStats:
         boundary=info.boundary,
         bytes_before=info.bytes_before,
         bytes_after=info.bytes_after,
+        bytes_kept=info.bytes_kept,
         seconds_score=info.t_score_us * 1e-6,
         seconds_select=info.t_select_us * 1e-6,
         seconds_compact=info.t_compact_us * 1e-6,
@@ -205,10 +276,14 @@ def n_head_kv(ctx: int, layer: int) -> int:
     return _check(f"layer {layer}", _get_n_head_kv(ctx, layer))
 
 
+def n_kept(ctx: int, seq: int, layer: int, head: int) -> int:
+    """Return how many positions a layer and KV head kept; raises DGEError."""
+    return _check(f"kept positions of layer {layer}, head {head}", _get_kept(ctx, seq, layer, head, None, 0))
+
+
 def kept(ctx: int, seq: int, layer: int, head: int) -> npt.NDArray[np.int32]:
     """Return the original positions that a layer and KV head kept, shape [n], ascending; raises DGEError."""
-    what = f"kept positions of layer {layer}, head {head}"
-    n = _check(what, _get_kept(ctx, seq, layer, head, None, 0))
+    n = n_kept(ctx, seq, layer, head)
     positions = np.empty(n, dtype=np.int32)
-    n = _check(what, _get_kept(ctx, seq, layer, head, positions.ctypes.data_as(_INT32_P), n))
-    return positions[:n]
+    _get_kept(ctx, seq, layer, head, positions.ctypes.data_as(_INT32_P), n)
+    return positions

@@ -7,18 +7,62 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
-POLICIES = ("snapkv", "streamingllm")
+POLICIES = ("snapkv", "pyramidkv", "h2o", "streamingllm")
 SCORES = ("draft", "policy", "both")
 DRAFT_POOLINGS = ("none", "max", "avg")
 POOLINGS = ("max", "avg")
+LAYER_BUDGETS = ("exact", "reference")
+HEAD_BUDGETS = ("uniform", "adaptive")
 NEW_TURNS = ("reprefill", "append")
 
 # far above any context, far below what could overflow an int32 sum in the library
-MAX_ROWS = 2**28
+MAX_ROWS = 2**24
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A choice of rows of your own, for `DGEConfig.policy`.
+
+    Examples
+    --------
+    >>> class LastRows:
+    ...     def select(self, scores, n_rows, layer):
+    ...         n_head_kv, n_past = scores.shape
+    ...         return [np.arange(n_past - n_rows, n_past)] * n_head_kv
+    >>> DGEConfig(policy=LastRows(), budget=64).budget
+    64
+    """
+
+    def select(self, scores: npt.NDArray[np.float32], n_rows: int, layer: int) -> Sequence[npt.ArrayLike]:
+        """Choose the rows of one layer. Called on the host, once per layer, in the middle of a decode.
+
+        Parameters
+        ----------
+        scores : ndarray of float32, shape [n_head_kv, n_past]
+            Scores of the rows in front of the window, as `scores`, `pooling` and `draft_pooling` make them; higher
+            means keep. A copy.
+        n_rows
+            Rows per head that the budget allows.
+        layer
+            Layer of the model.
+
+        Returns
+        -------
+        sequence of n_head_kv int arrays
+            Rows to keep per head, in 0 .. n_past - 1, without duplicates; heads may differ in their number.
+            An exception, or rows out of range, leaves the cache uncut; `dge_stats.error` tells.
+        """
+        ...
+
+
+def _is_int(value: object) -> bool:
+    # bool is an int in Python, but True rows are a mistake
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -33,11 +77,15 @@ class DGEConfig:
     Parameters
     ----------
     policy
-        "snapkv": the rows with the highest scores stay. "streamingllm": the first `sinks` and the last rows stay,
-        whatever their scores.
+        "snapkv": the rows with the highest scores stay (arXiv 2404.14469). "pyramidkv": the same with more rows in the
+        first layers than in the last (2406.02069). "h2o": the rows with the most attention from the whole prompt,
+        which is summed while the prompt is evaluated and slows that down (2306.14048). "streamingllm": the first
+        `sinks` and the last rows stay, whatever their scores (2309.17453). Or an object with a method ``select``, see
+        `Policy`.
     scores
         What ranks the rows. "draft" (DGE): the attention that the first `draft_tokens` tokens of the answer pay to
-        them. "policy" (DGE-W in the paper): the policy's own score, from the last `window` tokens of the prompt.
+        them. "policy" (DGE-W in the paper): the policy's own score: that of the last `window` tokens of the prompt; with
+        "h2o" that of all of them.
         "both": the sum of the two, each pooled and normalised.
     draft_pooling
         Smoothing of the draft's scores over neighbouring rows: "none" (the paper), "max" or "avg". With
@@ -55,8 +103,14 @@ class DGEConfig:
         Pooling of the policy's own score: "max" or "avg".
     sinks
         First rows of the prompt that always stay under "streamingllm".
-    layer_budgets, head_budgets
-        Only "exact" and "uniform": every layer and head keeps the same number of rows.
+    layer_budgets
+        Of "pyramidkv". "exact": the mean over the layers is the budget. "reference": the published integers, which
+        leave more rows than the budget, for comparison.
+    head_budgets
+        "uniform": all heads of a layer keep the same number of rows. "adaptive": they share the layer's rows by where
+        its best scores are (Ada-KV, 2407.11550). Or ints, shape [n_layer, n_head_kv]: the rows of each layer that is
+        cut and KV head, window included, instead of `budget`. Attention skips what a head does not keep, but cells are
+        allotted for the head with the most.
     new_turn
         What a later prompt that builds on a cut one does. "reprefill": it is evaluated from its start, so nothing is
         lost, and is cut anew. "append": its new part is evaluated on the rows that are left: fast, but what was evicted
@@ -77,7 +131,7 @@ class DGEConfig:
     512
     """
 
-    policy: str = "snapkv"
+    policy: str | Policy = "snapkv"
     scores: str = "draft"
     draft_pooling: str = "none"
     budget: int | float = 1024
@@ -87,19 +141,17 @@ class DGEConfig:
     pooling: str = "max"
     sinks: int = 4
     layer_budgets: str = "exact"
-    head_budgets: str = "uniform"
+    head_budgets: str | Sequence[Sequence[int]] = "uniform"
     new_turn: str = "reprefill"
     strict: bool = True
 
     def __post_init__(self) -> None:
-        self._check_choice("policy", POLICIES, planned=("h2o", "pyramidkv"))
+        if isinstance(self.policy, str) or not isinstance(self.policy, Policy):
+            self._check_choice("policy", POLICIES, other=", or an object with a method select(scores, n_rows, layer)")
         self._check_choice("scores", SCORES)
         self._check_choice("draft_pooling", DRAFT_POOLINGS)
         self._check_choice("pooling", POOLINGS)
-        self._check_choice("layer_budgets", ("exact",), planned=("reference",))
-        if isinstance(self.head_budgets, (list, tuple, np.ndarray)):
-            raise NotImplementedError('head_budgets: an array is not implemented yet; "uniform" works')
-        self._check_choice("head_budgets", ("uniform",), planned=("adaptive",))
+        self._check_choice("layer_budgets", LAYER_BUDGETS)
         self._check_choice("new_turn", NEW_TURNS, planned=("restore",))
 
         self._check_rows("draft_tokens", 1)
@@ -110,7 +162,38 @@ class DGEConfig:
         self._check_rows("sinks", 0)
         if not isinstance(self.strict, bool):
             raise ValueError(f"strict={self.strict!r}: must be True or False")
+        self._check_head_budgets()
         self._check_budget()
+
+    def _check_head_budgets(self) -> None:
+        value = self.head_budgets
+        if isinstance(value, str):
+            self._check_choice("head_budgets", HEAD_BUDGETS, other=", or ints of shape [n_layer, n_head_kv]")
+            if value == "adaptive" and (self.policy == "streamingllm" or not isinstance(self.policy, str)):
+                raise ValueError(
+                    'head_budgets="adaptive": needs a policy that ranks by scores: "snapkv", "pyramidkv" or "h2o"'
+                )
+            return
+        try:
+            rows = [[int(n) for n in layer if _is_int(n)] for layer in value]
+            complete = all(len(new) == len(old) for new, old in zip(rows, value))
+        except TypeError:
+            complete = False
+        if not complete or not rows or not all(rows):
+            raise ValueError(
+                f'head_budgets={value!r}: must be "uniform", "adaptive", or ints of shape [n_layer, n_head_kv]'
+            )
+        if not isinstance(self.policy, str):
+            raise ValueError("head_budgets: a policy of your own decides the rows of each head itself")
+        least = self.window + (self.sinks if self.policy == "streamingllm" else 0)
+        smallest, largest = min(map(min, rows)), max(map(max, rows))
+        if smallest < least or largest > MAX_ROWS:
+            raise ValueError(
+                f"head_budgets: the rows of a head are {smallest} .. {largest}, and must be in {least} .. {MAX_ROWS}: "
+                "they include the window (and the sinks)"
+            )
+        # tuples, so that equal settings are equal and the object stays hashable and can be pickled
+        object.__setattr__(self, "head_budgets", tuple(map(tuple, rows)))
 
     def _check_budget(self) -> None:
         budget = self.budget
@@ -137,19 +220,20 @@ class DGEConfig:
                 'with policy="streamingllm"'
             )
 
-    def _check_choice(self, field: str, allowed: Sequence[str], planned: Sequence[str] = ()) -> None:
+    def _check_choice(
+        self, field: str, allowed: Sequence[str], planned: Sequence[str] = (), other: str = ""
+    ) -> None:
         value = getattr(self, field)
         choices = " or ".join(f'"{choice}"' for choice in allowed)
         if isinstance(value, str) and value in planned:
             works = f"{choices} works" if len(allowed) == 1 else f"{choices} work"
             raise NotImplementedError(f'{field}="{value}" is not implemented yet; {works}')
         if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"{field}={value!r}: must be {choices}")
+            raise ValueError(f"{field}={value!r}: must be {choices}{other}")
 
     def _check_rows(self, field: str, least: int) -> None:
         value = getattr(self, field)
-        # bool is an int in Python, but True rows are a mistake
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= MAX_ROWS:
+        if not _is_int(value) or not least <= int(value) <= MAX_ROWS:
             raise ValueError(f"{field}={value!r}: must be an int in {least} .. {MAX_ROWS}")
         object.__setattr__(self, field, int(value))  # NumPy's integers too
 

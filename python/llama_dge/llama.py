@@ -73,6 +73,7 @@ class Llama(llama_cpp.Llama):
     ) -> None:
         self._stack = contextlib.ExitStack()  # __del__ closes it, also when this constructor raises
         self._dge_on = False
+        self._dge_callback: Any = None  # the library calls it as long as the context lives
         self._dge_warned: set[str] = set()
         self._dge_arm_error: str | None = None
         self._dge_last_token: int | None = None  # last token that generate() yielded
@@ -101,7 +102,7 @@ class Llama(llama_cpp.Llama):
         reason = _native.supported(self.ctx)
         if reason is None:
             try:
-                _native.enable(self.ctx, config)
+                self._dge_callback = _native.enable(self.ctx, config)
             except _native.DGEError as error:
                 if config.strict:
                     raise
@@ -138,6 +139,12 @@ class Llama(llama_cpp.Llama):
         stats = _native.seq_stats(self.ctx, _SEQ)
         if stats.error is None and self._dge_arm_error is not None:
             stats = dataclasses.replace(stats, error=self._dge_arm_error)
+        if stats.state == "cut":
+            rows = tuple(
+                tuple(_native.n_kept(self.ctx, _SEQ, layer, head) for head in range(_native.n_head_kv(self.ctx, layer)))
+                for layer in self.dge_layers
+            )
+            stats = dataclasses.replace(stats, rows_by_head=rows)
         return stats
 
     @property

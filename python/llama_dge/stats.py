@@ -10,7 +10,7 @@ class DGEStats:
     """What the cut of the current prompt did, and what the cache holds now.
 
     Fields about the cut are 0 (`boundary`: -1) until there was one. A row is the K and V of one position in one layer
-    and KV head; every layer that is cut holds the same number of them in each head.
+    and KV head.
 
     Parameters
     ----------
@@ -21,11 +21,12 @@ class DGEStats:
     n_draft
         Rows after the prompt when it was cut.
     budget
-        Rows of the prompt that may stay, with a share of the prompt resolved.
+        Rows of the prompt that may stay on average over layers and heads, with a share of the prompt resolved.
     rows_before, rows_after
-        Rows per layer and KV head just before and just after the cut.
+        Rows per layer and KV head just before and just after the cut. `rows_after` is that of the head with the most,
+        where heads differ: so many cells are in use.
     rows
-        Rows per layer and KV head now.
+        Cells in use now.
     n_kv
         Cells that attention reads now, padding included.
     n_layer
@@ -33,13 +34,17 @@ class DGEStats:
     boundary
         Last position of the prompt. What lies above it can be removed again one by one.
     bytes_before, bytes_after
-        Bytes of K and V of this sequence in the layers that were cut, just before and just after the cut.
+        Bytes of K and V in the cells of this sequence, in the layers that were cut, just before and just after the cut.
+    bytes_kept
+        Bytes of the rows that are really attended; less than `bytes_after` where layers or heads differ in their number.
     seconds_score, seconds_select, seconds_compact
         Time of the cut: scores on the device, choice of the rows on the host, moving them.
     n_cuts
         Cuts since the model was loaded.
     error
         Why the last attempt to cut failed, or None.
+    rows_by_head
+        Rows of each layer that was cut and each of its KV heads just after the cut, the draft's included.
     """
 
     state: str
@@ -54,11 +59,13 @@ class DGEStats:
     boundary: int
     bytes_before: int
     bytes_after: int
+    bytes_kept: int
     seconds_score: float
     seconds_select: float
     seconds_compact: float
     n_cuts: int
     error: str | None = None
+    rows_by_head: tuple[tuple[int, ...], ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -17,7 +17,7 @@ import llama_cpp
 from llama_cpp._internals import LlamaModel
 
 from .. import _native, models
-from ..config import DRAFT_POOLINGS, POLICIES, POOLINGS, SCORES, DGEConfig
+from ..config import DRAFT_POOLINGS, HEAD_BUDGETS, LAYER_BUDGETS, POLICIES, POOLINGS, SCORES, DGEConfig
 from ..llama import Llama
 from ..stats import DGEStats
 
@@ -87,7 +87,7 @@ def add_dge_options(parser: argparse.ArgumentParser) -> None:
         field = name.replace("-", "_")
         group.add_argument(f"--{name}", dest=f"dge_{field}", help=f"{text} ({getattr(default, field)})", **kwargs)
 
-    add("policy", "which rows stay", metavar="NAME", type=str)
+    add("policy", "which rows stay", choices=POLICIES)
     add("scores", "what ranks them", choices=SCORES)
     add("draft-pooling", "pooling of the draft's scores", choices=DRAFT_POOLINGS)
     add("pooling", "pooling of the policy's own score", choices=POOLINGS)
@@ -97,7 +97,9 @@ def add_dge_options(parser: argparse.ArgumentParser) -> None:
     )
     add("draft-tokens", "tokens of the answer before the cut", type=int, metavar="N")
     add("window", "last rows that always stay", type=int, metavar="N")
-    add("sinks", f"first rows that always stay, with {POLICIES[1]}", type=int, metavar="N")
+    add("sinks", "first rows that always stay, with streamingllm", type=int, metavar="N")
+    add("layer-budgets", "how pyramidkv's numbers are rounded", choices=LAYER_BUDGETS)
+    add("head-budgets", "how the heads of a layer share its rows", choices=HEAD_BUDGETS)
 
 
 def given_dge_options(args: argparse.Namespace) -> dict[str, Any]:
