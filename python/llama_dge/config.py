@@ -84,7 +84,7 @@ class DGEConfig:
         `Policy`.
     scores
         What ranks the rows. "draft" (DGE): the attention that the first `draft_tokens` tokens of the answer pay to
-        them. "policy" (DGE-W in the paper): the policy's own score: that of the last `window` tokens of the prompt; with
+        them. "policy" (DGE-W in the paper): the policy's own score, of the last `window` tokens of the prompt; with
         "h2o" that of all of them.
         "both": the sum of the two, each pooled and normalised.
     draft_pooling

@@ -36,7 +36,7 @@ class DGEStats:
     bytes_before, bytes_after
         Bytes of K and V in the cells of this sequence, in the layers that were cut, just before and just after the cut.
     bytes_kept
-        Bytes of the rows that are really attended; less than `bytes_after` where layers or heads differ in their number.
+        Bytes of the rows that are attended; less than `bytes_after` where layers or heads differ in their number.
     seconds_score, seconds_select, seconds_compact
         Time of the cut: scores on the device, choice of the rows on the host, moving them.
     n_cuts
