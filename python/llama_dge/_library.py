@@ -85,6 +85,8 @@ def _import_llama_cpp(folder: Path) -> None:
     with _environment(LLAMA_CPP_LIB_PATH=str(folder), MTMD_CPP_LIB=str(folder)):
         try:
             importlib.import_module("llama_cpp")
+            # the chat handlers import it when they are first used, and then our variables are gone again
+            importlib.import_module("llama_cpp.mtmd_cpp")
         except ModuleNotFoundError as error:
             raise ImportError(
                 f"llama-dge needs llama-cpp-python {LLAMA_CPP_PYTHON_VERSION} ({error}). "
@@ -92,10 +94,6 @@ def _import_llama_cpp(folder: Path) -> None:
             ) from error
         except (AttributeError, OSError, RuntimeError) as error:
             raise ImportError(f"llama_cpp cannot use the libraries in {folder}: {error}") from error
-        # The chat handlers import mtmd_cpp when they are first used, when our variables are gone again. A build
-        # without libmtmd is fine for text; the handlers then say that it is missing.
-        with contextlib.suppress(FileNotFoundError):
-            importlib.import_module("llama_cpp.mtmd_cpp")
 
 
 def _load() -> ctypes.CDLL:

@@ -283,7 +283,7 @@ class Llama(llama_cpp.Llama):
         n = min(self.n_tokens, len(tokens))
         same = self._input_ids[:n] == np.asarray(tokens[:n], dtype=np.intc)
         match = n if same.all() else int(np.argmin(same))
-        if match > self._dge_text_end:
+        if self._dge_text_end < match == self.n_tokens == len(tokens):
             return  # a chat handler put images into the cache and hands over the whole prompt
 
         if state == "cut":
@@ -298,7 +298,7 @@ class Llama(llama_cpp.Llama):
             return
 
         # The scores need the queries of the prompt's last tokens, which were not kept if those came in an older prompt.
-        reuse = max(0, _native.seq_reuse(self.ctx, _SEQ, len(tokens), match))
+        reuse = max(0, _native.seq_reuse(self.ctx, _SEQ, len(tokens), min(match, self._dge_text_end)))
         if reuse < match:
             self.n_tokens = reuse
             self._requires_eval = True

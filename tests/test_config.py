@@ -1,0 +1,188 @@
+"""DGEConfig: what it accepts, and what it says about everything else."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llama_dge import DGEConfig
+
+NAN = float("nan")
+INF = float("inf")
+
+INTEGER_FIELDS = {"draft_tokens": 1, "window": 1, "kernel_size": 1, "sinks": 0}
+CHOICES = {
+    "policy": ("snapkv", "streamingllm"),
+    "scores": ("draft", "policy", "both"),
+    "draft_pooling": ("none", "max", "avg"),
+    "pooling": ("max", "avg"),
+    "layer_budgets": ("exact",),
+    "head_budgets": ("uniform",),
+    "new_turn": ("reprefill", "append"),
+}
+NOT_INTEGERS = [True, False, 1.0, 2.5, NAN, INF, "8", None, [8], b"8", 2**31, 2**63, -(2**31) - 1, 10**30]
+
+
+def _bad_values() -> list[tuple[str, Any]]:
+    bad: list[tuple[str, Any]] = []
+    for field, least in INTEGER_FIELDS.items():
+        bad += [(field, value) for value in [least - 1, -1, *NOT_INTEGERS]]
+    bad += [("kernel_size", value) for value in (2, 4, 100)]
+    for field in CHOICES:
+        bad += [(field, value) for value in ("", "nope", "SNAPKV", None, 0, 1, True, NAN, {})]
+    bad += [("budget", value) for value in (0, -1, 0.0, -0.5, 1.0001, 512.0, NAN, INF, -INF, True, False, "512", None)]
+    bad += [("budget", value) for value in ([512], 2**31, 2**63, 10**30, np.float32("nan"), np.bool_(True), 1j)]
+    bad += [("strict", value) for value in (0, 1, None, "yes", NAN)]
+    return bad
+
+
+@pytest.mark.parametrize("field, value", _bad_values(), ids=repr)
+def test_bad_value(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{field}=") as caught:
+        DGEConfig(**{field: value})
+    message = str(caught.value)
+    assert repr(value) in message
+    assert "must be" in message
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DGEConfig)])
+def test_every_field_is_checked(field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}="):
+        DGEConfig(**{field: object()})
+
+
+@pytest.mark.parametrize("field", CHOICES)
+def test_message_names_the_choices(field: str) -> None:
+    with pytest.raises(ValueError, match=field) as caught:
+        DGEConfig(**{field: "nope"})
+    for choice in CHOICES[field]:
+        assert f'"{choice}"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings, field",
+    [
+        ({"window": 9, "budget": 8}, "window"),
+        ({"budget": 7}, "window"),  # the default window is 8
+        ({"window": 2000}, "window"),  # the default budget is 1024
+        ({"policy": "streamingllm", "budget": 16, "window": 8, "sinks": 9}, "sinks"),
+        ({"policy": "streamingllm", "budget": 11}, "sinks"),
+        ({"policy": "streamingllm", "sinks": 2000}, "sinks"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_together(settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}=.*budget="):
+        DGEConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "h2o"},
+        {"policy": "pyramidkv"},
+        {"layer_budgets": "reference"},
+        {"head_budgets": "adaptive"},
+        {"head_budgets": np.full((2, 2), 64)},
+        {"head_budgets": [[64, 64]]},
+        {"new_turn": "restore"},
+    ],
+    ids=str,
+)
+def test_planned_settings_say_what_works(settings: dict[str, Any]) -> None:
+    (field,) = settings
+    with pytest.raises(NotImplementedError, match=f"^{field}.*not implemented yet; ") as caught:
+        DGEConfig(**settings)
+    for choice in CHOICES[field]:
+        assert f'"{choice}"' in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"budget": 1, "window": 1},
+        {"budget": 8},
+        {"budget": 2**28},
+        {"budget": 1.0},
+        {"budget": 1e-6},
+        {"budget": 0.01, "window": 500},  # the share is resolved per prompt
+        {"policy": "streamingllm", "budget": 12},
+        {"policy": "streamingllm", "budget": 8, "sinks": 0},
+        {"policy": "snapkv", "budget": 8, "sinks": 4},  # sinks are StreamingLLM's
+        {"kernel_size": 1},
+        {"draft_tokens": 1},
+        *({field: choice} for field, choices in CHOICES.items() for choice in choices),
+    ],
+    ids=str,
+)
+def test_good_settings(settings: dict[str, Any]) -> None:
+    config = DGEConfig(**settings)
+    for field, value in settings.items():
+        assert getattr(config, field) == value
+    assert DGEConfig.from_any(settings) == config
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+
+
+@pytest.mark.parametrize(
+    "given, stored",
+    [(np.int64(64), 64), (np.uint8(64), 64), (np.float32(0.5), 0.5), (np.float64(0.25), 0.25)],
+    ids=repr,
+)
+def test_numpy_scalars_become_python_numbers(given: Any, stored: Any) -> None:
+    config = DGEConfig(budget=given, window=np.int32(4))
+    assert config.budget == stored and type(config.budget) is type(stored)
+    assert type(config.window) is int
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(DGEConfig()) == {
+        "policy": "snapkv",
+        "scores": "draft",
+        "draft_pooling": "none",
+        "budget": 1024,
+        "draft_tokens": 2,
+        "window": 8,
+        "kernel_size": 7,
+        "pooling": "max",
+        "sinks": 4,
+        "layer_budgets": "exact",
+        "head_budgets": "uniform",
+        "new_turn": "reprefill",
+        "strict": True,
+    }
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DGEConfig().budget = 5  # type: ignore[misc]
+
+
+def test_from_any() -> None:
+    config = DGEConfig(budget=99)
+    assert DGEConfig.from_any(config) is config
+    assert DGEConfig.from_any(True) == DGEConfig() == DGEConfig.from_any({})
+    assert DGEConfig.from_any(None) is None
+    assert DGEConfig.from_any(False) is None
+    with pytest.raises(ValueError, match=r"^budget=0"):
+        DGEConfig.from_any({"budget": 0})
+
+
+@pytest.mark.parametrize("value", [1, 0, 1.0, "snapkv", ["budget"], object], ids=repr)
+def test_from_another_type(value: Any) -> None:
+    with pytest.raises(TypeError, match="must be True, False, None, a dict or a DGEConfig"):
+        DGEConfig.from_any(value)
+
+
+@pytest.mark.parametrize("key", ["Budget", "park", "refresh", "elastic", "", 5], ids=repr)
+def test_unknown_setting(key: Any) -> None:
+    with pytest.raises(TypeError, match="unknown setting") as caught:
+        DGEConfig.from_any({key: 1})
+    assert repr(key) in str(caught.value)
+    for field in dataclasses.fields(DGEConfig):
+        assert field.name in str(caught.value)
