@@ -19,15 +19,18 @@ import numpy.typing as npt
 
 from .rounding import GGML_TYPES
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 OK, NOTHING_TO_CUT = 0, 1
 ERR_PARAMS, ERR_UNSUPPORTED, ERR_DISABLED, ERR_SEQ, ERR_QUERIES = -1, -2, -3, -4, -5
 ERR_SHARED, ERR_CUT, ERR_MEMORY, ERR_COMPUTE, ERR_ABORTED = -6, -7, -8, -9, -10
 STATE_FULL, STATE_ARMED, STATE_CUT = 0, 1, 2
-POLICIES = {"snapkv": 0, "streamingllm": 1}
+ERR_CALLBACK = -11
+POLICIES = {"snapkv": 0, "streamingllm": 1, "pyramidkv": 2, "h2o": 3, "custom": 4}
 SCORES = {"draft": 0, "policy": 1, "both": 2}
 POOLINGS = {"none": 0, "max": 1, "avg": 2}
+LAYER_BUDGETS = {"exact": 0, "reference": 1}
+HEAD_BUDGETS = {"uniform": 0, "adaptive": 1, "table": 2}
 
 NAN_F16 = 0x7E00
 LARGE_F16 = 0x6BCD  # 3994 in f16, 4.9e26 in bf16: finite, and far from every value of the models
@@ -49,6 +52,12 @@ class Params(ctypes.Structure):
         ("draft_tokens", ctypes.c_int32),
         ("window", ctypes.c_int32),
         ("sinks", ctypes.c_int32),
+        ("layer_budgets", ctypes.c_int32),
+        ("head_budgets", ctypes.c_int32),
+        ("table", ctypes.POINTER(ctypes.c_int32)),
+        ("n_table", ctypes.c_int32),
+        ("select", ctypes.c_void_p),
+        ("select_user_data", ctypes.c_void_p),
     ]
 
 
@@ -59,7 +68,7 @@ class SeqInfo(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("state", "error", "n_prompt", "n_draft", "budget")),
         *((name, ctypes.c_int32) for name in ("n_rows_before", "n_rows_after", "n_rows", "n_kv", "n_layer")),
         *((name, ctypes.c_int32) for name in ("boundary", "pos_min")),
-        *((name, ctypes.c_int64) for name in ("bytes_before", "bytes_after")),
+        *((name, ctypes.c_int64) for name in ("bytes_before", "bytes_after", "bytes_kept")),
         *((name, ctypes.c_int64) for name in ("t_score_us", "t_select_us", "t_compact_us", "n_cuts")),
     ]
 
