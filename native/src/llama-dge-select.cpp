@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <numeric>
 
@@ -40,31 +41,37 @@ void llama_dge_pool(std::vector<float> & data, int32_t pooling, int32_t kernel_s
     }
 
     const int64_t n    = data.size();
-    const int64_t half = kernel_size/2;
+    const int64_t half = std::min<int64_t>(kernel_size/2, n);
 
-    std::vector<float> res(n);
+    const bool  is_max = pooling == LLAMA_DGE_POOLING_MAX;
+    const float none   = is_max ? -std::numeric_limits<float>::infinity() : 0.0f;
 
-    for (int64_t i = 0; i < n; ++i) {
-        const int64_t j0 = std::max<int64_t>(i - half, 0);
-        const int64_t j1 = std::min<int64_t>(i + half, n - 1);
+    // one shift of the whole row after the other: these loops vectorize
+    std::vector<float> padded(n + 2*half, none);
+    std::copy(data.begin(), data.end(), padded.begin() + half);
 
-        if (pooling == LLAMA_DGE_POOLING_MAX) {
-            // a NaN compares false and loses
-            float best = -std::numeric_limits<float>::infinity();
-            for (int64_t j = j0; j <= j1; ++j) {
-                best = data[j] > best ? data[j] : best;
+    std::fill(data.begin(), data.end(), none);
+
+    for (int64_t j = 0; j < 2*half + 1; ++j) {
+        const float * src = padded.data() + j;
+        float       * dst = data.data();
+
+        if (is_max) {
+            for (int64_t i = 0; i < n; ++i) {
+                dst[i] = src[i] > dst[i] ? src[i] : dst[i]; // a NaN compares false and loses
             }
-            res[i] = best;
         } else {
-            double sum = 0.0;
-            for (int64_t j = j0; j <= j1; ++j) {
-                sum += data[j];
+            for (int64_t i = 0; i < n; ++i) {
+                dst[i] += src[i];
             }
-            res[i] = (float) (sum/kernel_size);
         }
     }
 
-    data = std::move(res);
+    if (!is_max) {
+        for (float & x : data) {
+            x /= kernel_size;
+        }
+    }
 }
 
 void llama_dge_normalize(std::vector<float> & data) {
@@ -84,26 +91,57 @@ void llama_dge_normalize(std::vector<float> & data) {
     }
 }
 
+// a NaN has no place in an order
+static float llama_dge_key(float x) {
+    return std::isnan(x) ? -std::numeric_limits<float>::infinity() : x;
+}
+
+// The n-th best score decides who is among the n best: all above it, and of those that are equal the last n_equal.
+struct llama_dge_threshold {
+    float   score;
+    int32_t n_equal;
+};
+
+// order: the keys of all rows, is shuffled; 1 <= n <= rows
+static llama_dge_threshold llama_dge_find_threshold(std::vector<float> & order, int32_t n) {
+    std::nth_element(order.begin(), order.begin() + (n - 1), order.end(), std::greater<float>());
+
+    llama_dge_threshold res = { order[n - 1], 0 };
+
+    // nth_element leaves the n best in front
+    for (int32_t i = 0; i < n; ++i) {
+        res.n_equal += order[i] == res.score;
+    }
+
+    return res;
+}
+
 llama_dge_rows llama_dge_top_rows(const std::vector<float> & scores, int32_t n) {
-    llama_dge_rows rows(scores.size());
-    std::iota(rows.begin(), rows.end(), 0);
+    const int32_t n_all = scores.size();
 
-    n = std::min<int32_t>(n, rows.size());
+    n = std::min(n, n_all);
 
-    // NaN would break the strict weak order
-    const auto key = [&](int32_t i) {
-        return std::isnan(scores[i]) ? -std::numeric_limits<float>::infinity() : scores[i];
-    };
+    llama_dge_rows rows;
+    if (n <= 0) {
+        return rows;
+    }
 
-    std::nth_element(rows.begin(), rows.begin() + n, rows.end(), [&](int32_t a, int32_t b) {
-        const float ka = key(a);
-        const float kb = key(b);
+    std::vector<float> order(n_all);
+    std::transform(scores.begin(), scores.end(), order.begin(), llama_dge_key);
 
-        return ka != kb ? ka > kb : a > b;
-    });
+    auto last = llama_dge_find_threshold(order, n);
 
-    rows.resize(n);
-    std::sort(rows.begin(), rows.end());
+    rows.reserve(n);
+
+    for (int32_t i = n_all - 1; i >= 0; --i) {
+        const float x = llama_dge_key(scores[i]);
+
+        if (x > last.score || (x == last.score && last.n_equal-- > 0)) {
+            rows.push_back(i);
+        }
+    }
+
+    std::reverse(rows.begin(), rows.end());
 
     return rows;
 }
@@ -157,14 +195,30 @@ std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int3
     const int32_t n_total = n*n_head;
 
     // where the n_total best scores of the layer are; a row of a later head wins a tie, as a later row does
-    std::vector<float> all;
-    for (const auto & rank : ranks) {
-        all.insert(all.end(), rank.begin(), rank.end());
-    }
-
     std::vector<int32_t> count(n_head, 0);
-    for (const int32_t i : llama_dge_top_rows(all, n_total)) {
-        count[i/n_past]++;
+
+    if (n_total > 0) {
+        std::vector<float> order((size_t) n_head*n_past);
+        for (int32_t ih = 0; ih < n_head; ++ih) {
+            std::transform(ranks[ih].begin(), ranks[ih].end(), order.begin() + (size_t) ih*n_past, llama_dge_key);
+        }
+
+        auto last = llama_dge_find_threshold(order, n_total);
+
+        for (int32_t ih = n_head - 1; ih >= 0; --ih) {
+            int32_t n_above = 0;
+            int32_t n_equal = 0;
+            for (const float score : ranks[ih]) {
+                const float x = llama_dge_key(score);
+
+                n_above += x >  last.score;
+                n_equal += x == last.score;
+            }
+
+            n_equal       = std::min(n_equal, last.n_equal);
+            last.n_equal -= n_equal;
+            count[ih]     = n_above + n_equal;
+        }
     }
 
     // integers all the way: 0.8*count rounded half up, and floor(0.2*n)
