@@ -41,27 +41,27 @@ extern "C" {
 
 // return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
 enum llama_dge_status {
-    LLAMA_DGE_OK              =   0,
-    LLAMA_DGE_NOTHING_TO_CUT  =   1, // the prompt is not longer than the budget
-    LLAMA_DGE_ERR_PARAMS      =  -1, // a parameter is out of range
-    LLAMA_DGE_ERR_UNSUPPORTED =  -2, // see llama_dge_supported()
-    LLAMA_DGE_ERR_DISABLED    =  -3, // llama_dge_enable() was not called
-    LLAMA_DGE_ERR_SEQ         =  -4, // no such sequence, or it holds fewer rows than stated, or not from position 0
-    LLAMA_DGE_ERR_QUERIES     =  -5, // query rows that the scores need were not captured: evaluate the last
-                                     // `window` prompt tokens again, see llama_dge_seq_reuse()
-    LLAMA_DGE_ERR_SHARED      =  -6, // rows of the sequence belong to another sequence, too
-    LLAMA_DGE_ERR_CUT         =  -7, // the sequence was cut already
-    LLAMA_DGE_ERR_MEMORY      =  -8, // out of memory
-    LLAMA_DGE_ERR_COMPUTE     =  -9, // the scores could not be computed
-    LLAMA_DGE_ERR_ABORTED     = -10, // the abort callback fired; the cut is tried again at the next llama_decode()
-    LLAMA_DGE_ERR_CALLBACK    = -11, // the callback of LLAMA_DGE_POLICY_CUSTOM failed or returned rows that cannot be kept
+    LLAMA_DGE_OK              = 0,
+    LLAMA_DGE_NOTHING_TO_CUT  = 1,  // the prompt is not longer than the budget
+    LLAMA_DGE_ERR_PARAMS      = -1, // a parameter is out of range
+    LLAMA_DGE_ERR_UNSUPPORTED = -2, // see llama_dge_supported()
+    LLAMA_DGE_ERR_DISABLED    = -3, // llama_dge_enable() was not called
+    LLAMA_DGE_ERR_SEQ         = -4, // no such sequence, or it holds fewer rows than stated, or not from position 0
+    LLAMA_DGE_ERR_QUERIES     = -5, // query rows that the scores need were not captured: evaluate the last
+                                    // `window` prompt tokens again, see llama_dge_seq_reuse()
+    LLAMA_DGE_ERR_SHARED   = -6,    // rows of the sequence belong to another sequence, too
+    LLAMA_DGE_ERR_CUT      = -7,    // the sequence was cut already
+    LLAMA_DGE_ERR_MEMORY   = -8,    // out of memory
+    LLAMA_DGE_ERR_COMPUTE  = -9,    // the scores could not be computed
+    LLAMA_DGE_ERR_ABORTED  = -10,   // the abort callback fired; the cut is tried again at the next llama_decode()
+    LLAMA_DGE_ERR_CALLBACK = -11,   // the callback of POLICY_CUSTOM failed or returned rows that cannot be kept
 };
 
 enum llama_dge_policy {
     LLAMA_DGE_POLICY_SNAPKV       = 0,
     LLAMA_DGE_POLICY_STREAMINGLLM = 1,
     LLAMA_DGE_POLICY_PYRAMIDKV    = 2,
-    LLAMA_DGE_POLICY_H2O          = 3, // with SCORES_POLICY and SCORES_BOTH every prompt row is scored while it is evaluated
+    LLAMA_DGE_POLICY_H2O          = 3, // its own score is summed while the prompt is evaluated
     LLAMA_DGE_POLICY_CUSTOM       = 4, // llama_dge_params.select
 };
 
@@ -85,7 +85,7 @@ enum llama_dge_layer_budgets {
 
 enum llama_dge_head_budgets {
     LLAMA_DGE_HEAD_BUDGETS_UNIFORM  = 0,
-    LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE = 1, // Ada-KV: shared out by the scores; the mean over a layer's heads is its budget
+    LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE = 1, // Ada-KV: heads share their layer's rows by the scores
     LLAMA_DGE_HEAD_BUDGETS_TABLE    = 2, // llama_dge_params.table
 };
 
@@ -98,9 +98,8 @@ enum llama_dge_state {
 // Choice of the rows of one layer: scores [n_head_kv][n_past] as the settings make them, higher = keep; n is the number
 // of rows per head that the budget allows. Writes the rows of head h, ascending, to rows[h*n_past ...] and their number
 // to n_rows[h]. Runs on the host inside llama_decode(). Non-zero: the sequence is not cut.
-typedef int32_t (*llama_dge_select_callback)(
-        void * user_data, int32_t il, int32_t n_head_kv, int32_t n_past, int32_t n, const float * scores,
-        int32_t * rows, int32_t * n_rows);
+typedef int32_t (*llama_dge_select_callback)(void * user_data, int32_t il, int32_t n_head_kv, int32_t n_past, int32_t n,
+        const float * scores, int32_t * rows, int32_t * n_rows);
 
 struct llama_dge_params {
     int32_t policy;        // enum llama_dge_policy

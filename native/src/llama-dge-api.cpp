@@ -13,24 +13,22 @@ int32_t llama_dge_abi_version(void) {
 }
 
 struct llama_dge_params llama_dge_default_params(void) {
-    return {
-        /*.policy        =*/ LLAMA_DGE_POLICY_SNAPKV,
-        /*.scores        =*/ LLAMA_DGE_SCORES_DRAFT,
-        /*.pooling       =*/ LLAMA_DGE_POOLING_MAX,
-        /*.draft_pooling =*/ LLAMA_DGE_POOLING_NONE,
-        /*.kernel_size   =*/ 7,
-        /*.budget        =*/ 1024,
-        /*.budget_share  =*/ 0.0f,
-        /*.draft_tokens  =*/ 2,
-        /*.window        =*/ 8,
-        /*.sinks         =*/ 4,
-        /*.layer_budgets =*/ LLAMA_DGE_LAYER_BUDGETS_EXACT,
-        /*.head_budgets  =*/ LLAMA_DGE_HEAD_BUDGETS_UNIFORM,
-        /*.table         =*/ nullptr,
-        /*.n_table       =*/ 0,
-        /*.select        =*/ nullptr,
-        /*.select_user_data =*/ nullptr,
-    };
+    struct llama_dge_params res = {};
+
+    res.policy        = LLAMA_DGE_POLICY_SNAPKV;
+    res.scores        = LLAMA_DGE_SCORES_DRAFT;
+    res.pooling       = LLAMA_DGE_POOLING_MAX;
+    res.draft_pooling = LLAMA_DGE_POOLING_NONE;
+    res.kernel_size   = 7;
+    res.budget        = 1024;
+    res.budget_share  = 0.0f;
+    res.draft_tokens  = 2;
+    res.window        = 8;
+    res.sinks         = 4;
+    res.layer_budgets = LLAMA_DGE_LAYER_BUDGETS_EXACT;
+    res.head_budgets  = LLAMA_DGE_HEAD_BUDGETS_UNIFORM;
+
+    return res;
 }
 
 const char * llama_dge_status_str(int32_t status) {
@@ -101,18 +99,14 @@ static bool llama_dge_params_ok(const llama_dge_params & p) {
         return false;
     }
 
-    return
-        in(p.scores,        LLAMA_DGE_SCORES_DRAFT, LLAMA_DGE_SCORES_BOTH) &&
-        in(p.pooling,       LLAMA_DGE_POOLING_MAX,  LLAMA_DGE_POOLING_AVG) &&
-        in(p.draft_pooling, LLAMA_DGE_POOLING_NONE, LLAMA_DGE_POOLING_AVG) &&
-        in(p.kernel_size, 1, n_max) && p.kernel_size % 2 == 1 &&
-        in(p.draft_tokens, 1, n_max) &&
-        in(p.window, 1, n_max) &&
-        in(p.sinks, 0, n_max) &&
-        std::isfinite(p.budget_share) && p.budget_share >= 0.0f && p.budget_share <= 1.0f &&
-        in(p.layer_budgets, LLAMA_DGE_LAYER_BUDGETS_EXACT, LLAMA_DGE_LAYER_BUDGETS_REFERENCE) &&
-        in(p.head_budgets, LLAMA_DGE_HEAD_BUDGETS_UNIFORM, LLAMA_DGE_HEAD_BUDGETS_TABLE) &&
-        (is_table || p.budget_share > 0.0f || in(p.budget, n_min, n_max));
+    return in(p.scores, LLAMA_DGE_SCORES_DRAFT, LLAMA_DGE_SCORES_BOTH) &&
+           in(p.pooling, LLAMA_DGE_POOLING_MAX, LLAMA_DGE_POOLING_AVG) &&
+           in(p.draft_pooling, LLAMA_DGE_POOLING_NONE, LLAMA_DGE_POOLING_AVG) && in(p.kernel_size, 1, n_max) &&
+           p.kernel_size % 2 == 1 && in(p.draft_tokens, 1, n_max) && in(p.window, 1, n_max) && in(p.sinks, 0, n_max) &&
+           std::isfinite(p.budget_share) && p.budget_share >= 0.0f && p.budget_share <= 1.0f &&
+           in(p.layer_budgets, LLAMA_DGE_LAYER_BUDGETS_EXACT, LLAMA_DGE_LAYER_BUDGETS_REFERENCE) &&
+           in(p.head_budgets, LLAMA_DGE_HEAD_BUDGETS_UNIFORM, LLAMA_DGE_HEAD_BUDGETS_TABLE) &&
+           (is_table || p.budget_share > 0.0f || in(p.budget, n_min, n_max));
 }
 
 int32_t llama_dge_supported(const struct llama_context * ctx, char * reason, size_t n) {
@@ -143,7 +137,8 @@ int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_para
             n_heads += ctx->get_model().hparams.n_head_kv(il);
         }
         if (params->n_table != n_heads) {
-            LLAMA_LOG_ERROR("%s: the table has %d rows, the layers that are cut have %d heads\n", __func__, params->n_table, n_heads);
+            LLAMA_LOG_ERROR("%s: the table has %d rows, the layers that are cut have %d heads\n", __func__,
+                    params->n_table, n_heads);
             return LLAMA_DGE_ERR_PARAMS;
         }
     }
@@ -300,7 +295,8 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
     return dge.captured(seq_id, p0, std::min(p1, n_match)) ? n_match : std::min(p0, n_match);
 }
 
-int32_t llama_dge_get_seq_info(const struct llama_context * ctx, llama_seq_id seq_id, struct llama_dge_seq_info * info) {
+int32_t llama_dge_get_seq_info(
+        const struct llama_context * ctx, llama_seq_id seq_id, struct llama_dge_seq_info * info) {
     const int32_t status = llama_dge_check_seq(ctx, seq_id);
 
     if (status == LLAMA_DGE_OK) {

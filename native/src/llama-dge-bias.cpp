@@ -63,8 +63,12 @@ int64_t llama_dge::bias_rows(size_t ikv, const llama_dge_kept & kept) const {
 
     const auto & heads = kept[ikv];
 
-    const auto is_full = [&](const llama_dge_rows & rows) { return rows.size() == n_cap; };
-    const auto is_same = [&](const llama_dge_rows & rows) { return rows.size() == heads[0].size(); };
+    const auto is_full = [&](const llama_dge_rows & rows) {
+        return rows.size() == n_cap;
+    };
+    const auto is_same = [&](const llama_dge_rows & rows) {
+        return rows.size() == heads[0].size();
+    };
 
     if (std::all_of(heads.begin(), heads.end(), is_full)) {
         return 0;
@@ -83,7 +87,8 @@ int32_t llama_dge::bias_reserve(const llama_dge_kept & kept) {
         const int64_t n_need = bias_rows(i, kept);
 
         // a mask per head takes the soft-max path on devices, which cannot read a quantized V there
-        if (n_need > 1 && !ggml_backend_buffer_is_host(kv.layers[i].k->buffer) && ggml_is_quantized(kv.layers[i].v->type)) {
+        if (n_need > 1 && !ggml_backend_buffer_is_host(kv.layers[i].k->buffer) &&
+                ggml_is_quantized(kv.layers[i].v->type)) {
             return LLAMA_DGE_ERR_UNSUPPORTED;
         }
 
@@ -143,10 +148,10 @@ void llama_dge::bias_sync() {
                 }
 
                 for (int64_t r = 0; r < n_rows; ++r) {
-                    const auto & rows = heads[r*heads.size()/n_rows];
+                    const auto & rows = heads[r * heads.size() / n_rows];
 
                     if (cells.pos_get(j) >= (llama_pos) rows.size()) {
-                        data[(strm*n_rows + r)*n_kv + j] = -INFINITY;
+                        data[(strm * n_rows + r) * n_kv + j] = -INFINITY;
                     }
                 }
             }
@@ -158,9 +163,8 @@ void llama_dge::bias_sync() {
     bias_dirty = false;
 }
 
-void llama_dge_build_bias(
-        llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res, const llama_ubatch & ubatch,
-        ggml_tensor *& kq_mask, ggml_tensor *& kq_b) {
+void llama_dge_build_bias(llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res,
+        const llama_ubatch & ubatch, ggml_tensor *& kq_mask, ggml_tensor *& kq_b) {
     auto * ctx = res.get_ctx();
 
     auto * bias = layer.bias;
@@ -170,7 +174,7 @@ void llama_dge_build_bias(
     const int64_t n_rows   = bias->ne[1];
 
     ggml_tensor * cur = ggml_view_4d(ctx, bias, n_kv, 1, n_rows, n_stream, bias->nb[1], bias->nb[1], bias->nb[2],
-            dge.stream_begin(ubatch)*bias->nb[2]);
+            dge.stream_begin(ubatch) * bias->nb[2]);
 
     if (n_rows == 1) {
         kq_mask = ggml_add(ctx, kq_mask, cur);

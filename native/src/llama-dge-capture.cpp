@@ -10,7 +10,7 @@ bool llama_dge::captures(llama_seq_id seq_id, llama_pos pos) const {
     const auto & seq = seqs[seq_id];
 
     switch (seq.state) {
-        case LLAMA_DGE_STATE_FULL:  return true;
+        case LLAMA_DGE_STATE_FULL: return true;
         // rows above are of no use to the cut and would overwrite those that are
         case LLAMA_DGE_STATE_ARMED: return pos < seq.n_prompt + params.draft_tokens - 1;
         default:                    return false;
@@ -40,7 +40,7 @@ std::vector<llama_dge::capture_row> llama_dge::capture_plan(const llama_ubatch &
 
         // an earlier row of the same slot would be written by the same node in no certain order
         if (captures(seq_id, pos) && pos + (llama_pos) n_ring > pos_max[seq_id]) {
-            rows.push_back({ (int32_t) i, (int64_t) seq_id*n_ring + pos % n_ring, pos });
+            rows.push_back({ (int32_t) i, (int64_t) seq_id * n_ring + pos % n_ring, pos });
         }
     }
 
@@ -55,7 +55,7 @@ void llama_dge::capture_begin(const std::vector<capture_row> & rows) {
 
 bool llama_dge::captured(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const {
     for (llama_pos p = p0; p < p1; ++p) {
-        if (n_ring == 0 || ring_pos[(size_t) seq_id*n_ring + p % n_ring] != p) {
+        if (n_ring == 0 || ring_pos[(size_t) seq_id * n_ring + p % n_ring] != p) {
             return false;
         }
     }
@@ -65,7 +65,7 @@ bool llama_dge::captured(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const 
 
 void llama_dge::capture_drop(llama_seq_id seq_id, llama_pos p0) {
     for (uint32_t i = 0; i < n_ring; ++i) {
-        auto & pos = ring_pos[(size_t) seq_id*n_ring + i];
+        auto & pos = ring_pos[(size_t) seq_id * n_ring + i];
 
         if (pos >= p0) {
             pos = -1;

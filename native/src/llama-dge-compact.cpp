@@ -38,12 +38,13 @@ static std::vector<std::pair<size_t, size_t>> llama_dge_runs(const std::vector<u
 
 // Moves the kept rows of every layer and head into the first cells of the sequence and frees the others. Blocks of
 // quantized types are moved as they are. A head with fewer rows than the most leaves its last past cells empty (zero).
-void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past) {
+void llama_dge::compact(
+        llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past) {
     const uint32_t strm    = kv.seq_to_stream[seq_id];
     const auto &   hparams = kv.hparams;
 
     const size_t n_rows = cells.size();
-    size_t n_cap = 0;
+    size_t       n_cap  = 0;
     for (const auto & heads : kept) {
         for (const auto & rows : heads) {
             n_cap = std::max(n_cap, rows.size());
@@ -68,14 +69,15 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
     };
 
     // one head of the result
-    const auto gather = [&](uint8_t * out, const uint8_t * data, const llama_dge_rows & rows, size_t size_dst, size_t size_src, size_t size) {
+    const auto gather = [&](uint8_t * out, const uint8_t * data, const llama_dge_rows & rows, size_t size_dst,
+                                size_t size_src, size_t size) {
         for (size_t r = 0; r < n_keep; ++r) {
             const int64_t cell = src(rows, r);
 
             if (cell >= 0) {
-                memcpy(out + r*size_dst, data + cell*size_src, size);
+                memcpy(out + r * size_dst, data + cell * size_src, size);
             } else {
-                memset(out + r*size_dst, 0, size);
+                memset(out + r * size_dst, 0, size);
             }
         }
     };
@@ -87,7 +89,7 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
     // memory runs out here or not at all: once a row has moved there is no way back
     for (const auto & layer : kv.layers) {
         for (const ggml_tensor * t : { layer.k_stream[strm], layer.v_stream[strm] }) {
-            out.reserve(std::max(out.capacity(), n_keep*t->nb[1]));
+            out.reserve(std::max(out.capacity(), n_keep * t->nb[1]));
             if (!llama_dge_is_host(t)) {
                 copy.reserve(std::max(copy.capacity(), ggml_nbytes(t)));
             }
@@ -106,14 +108,15 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
 
             const uint8_t * data = llama_dge_host_data(k, copy);
 
-            out.resize(n_keep*size_row);
+            out.resize(n_keep * size_row);
 
             for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                gather(out.data() + ih*size_head, data + ih*size_head, kept[ikv][ih], size_row, size_row, size_head);
+                gather(out.data() + ih * size_head, data + ih * size_head, kept[ikv][ih], size_row, size_row,
+                        size_head);
             }
 
             for (const auto & [i, n] : runs) {
-                ggml_backend_tensor_set(k, out.data() + i*size_row, dst[i]*size_row, n*size_row);
+                ggml_backend_tensor_set(k, out.data() + i * size_row, dst[i] * size_row, n * size_row);
             }
         }
 
@@ -125,28 +128,29 @@ void llama_dge::compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells
             const size_t size_row  = v->nb[1];
             const size_t size_head = ggml_row_size(v->type, hparams.n_embd_head_v(il));
 
-            out.resize(n_keep*size_row);
+            out.resize(n_keep * size_row);
 
             for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                gather(out.data() + ih*size_head, data + ih*size_head, kept[ikv][ih], size_row, size_row, size_head);
+                gather(out.data() + ih * size_head, data + ih * size_head, kept[ikv][ih], size_row, size_row,
+                        size_head);
             }
 
             for (const auto & [i, n] : runs) {
-                ggml_backend_tensor_set(v, out.data() + i*size_row, dst[i]*size_row, n*size_row);
+                ggml_backend_tensor_set(v, out.data() + i * size_row, dst[i] * size_row, n * size_row);
             }
         } else {
             // one row of the transposed cache holds one element of all cells
             const size_t size_el  = ggml_type_size(v->type);
-            const size_t size_row = size_el*v->ne[1];
+            const size_t size_row = size_el * v->ne[1];
             const size_t n_embd   = hparams.n_embd_head_v(il);
 
-            out.resize(n_keep*size_el);
+            out.resize(n_keep * size_el);
 
-            for (size_t j = 0; j < n_embd*n_head_kv; ++j) {
-                gather(out.data(), data + j*size_row, kept[ikv][j/n_embd], size_el, size_el, size_el);
+            for (size_t j = 0; j < n_embd * n_head_kv; ++j) {
+                gather(out.data(), data + j * size_row, kept[ikv][j / n_embd], size_el, size_el, size_el);
 
                 for (const auto & [i, n] : runs) {
-                    ggml_backend_tensor_set(v, out.data() + i*size_el, j*size_row + dst[i]*size_el, n*size_el);
+                    ggml_backend_tensor_set(v, out.data() + i * size_el, j * size_row + dst[i] * size_el, n * size_el);
                 }
             }
         }
@@ -195,12 +199,11 @@ int64_t llama_dge::kept_bytes(const llama_dge_kept & kept, int32_t n_tail) const
     for (size_t i = 0; i < kv.layers.size(); ++i) {
         const auto & layer = kv.layers[i];
 
-        const int64_t size_head =
-            ggml_row_size(layer.k->type, kv.hparams.n_embd_head_k(layer.il)) +
-            ggml_row_size(layer.v->type, kv.hparams.n_embd_head_v(layer.il));
+        const int64_t size_head = ggml_row_size(layer.k->type, kv.hparams.n_embd_head_k(layer.il)) +
+                                  ggml_row_size(layer.v->type, kv.hparams.n_embd_head_v(layer.il));
 
         for (const auto & rows : kept[i]) {
-            res += size_head*(rows.size() + n_tail);
+            res += size_head * (rows.size() + n_tail);
         }
     }
 
@@ -224,18 +227,18 @@ void llama_dge::poison(uint16_t pattern, int32_t & n_cells) {
                 ggml_tensor * v = layer.v_stream[strm];
 
                 const auto fill = [&](ggml_tensor * t, size_t offset, size_t size) {
-                    std::vector<uint16_t> data((size + 1)/2, pattern);
+                    std::vector<uint16_t> data((size + 1) / 2, pattern);
                     ggml_backend_tensor_set(t, data.data(), offset, size);
                 };
 
-                fill(k, i*k->nb[1], k->nb[1]);
+                fill(k, i * k->nb[1], k->nb[1]);
 
                 if (!kv.v_trans) {
-                    fill(v, i*v->nb[1], v->nb[1]);
+                    fill(v, i * v->nb[1], v->nb[1]);
                 } else {
                     const size_t size_el = ggml_type_size(v->type);
                     for (int64_t j = 0; j < v->ne[0]; ++j) {
-                        fill(v, (j*v->ne[1] + i)*size_el, size_el);
+                        fill(v, (j * v->ne[1] + i) * size_el, size_el);
                     }
                 }
             }

@@ -14,7 +14,7 @@ llm_graph_input_dge::llm_graph_input_dge(llama_dge * dge, const llama_ubatch & u
     dge(dge), bias_version(dge->bias_version) {
     if (llama_dge_is_reserve(ubatch)) {
         // the most that a batch can need
-        n_rows = std::min<size_t>(ubatch.n_tokens, (size_t) dge->n_ring*ubatch.n_seqs_unq);
+        n_rows = std::min<size_t>(ubatch.n_tokens, (size_t) dge->n_ring * ubatch.n_seqs_unq);
         sums   = !dge->sums_bufs.empty();
     } else {
         n_rows = dge->capture_plan(ubatch).size();
@@ -61,10 +61,8 @@ void llm_graph_input_dge::set_input(const llama_ubatch * ubatch) {
 }
 
 bool llm_graph_input_dge::can_reuse(const llm_graph_params & params) {
-    return dge->capture_plan(params.ubatch).size() == n_rows &&
-        !dge->sum_plan(params.ubatch).empty()      == sums   &&
-         dge->bias_plan(params.ubatch)             == bias   &&
-        (!bias || dge->bias_version == bias_version);
+    return dge->capture_plan(params.ubatch).size() == n_rows && !dge->sum_plan(params.ubatch).empty() == sums &&
+           dge->bias_plan(params.ubatch) == bias && (!bias || dge->bias_version == bias_version);
 }
 
 // made by the first layer that asks
@@ -78,7 +76,8 @@ static llm_graph_input_dge * llama_dge_get_input(llama_dge * dge, llm_graph_resu
     return (llm_graph_input_dge *) res->add_input(std::make_unique<llm_graph_input_dge>(dge, ubatch));
 }
 
-static ggml_tensor * llama_dge_new_input(ggml_context * ctx, ggml_type type, const char * name, int64_t ne0, int64_t ne2 = 1) {
+static ggml_tensor * llama_dge_new_input(
+        ggml_context * ctx, ggml_type type, const char * name, int64_t ne0, int64_t ne2 = 1) {
     ggml_tensor * res = ggml_new_tensor_3d(ctx, type, ne0, 1, ne2);
 
     ggml_set_input(res);
@@ -97,7 +96,7 @@ static void llama_dge_build_capture(
         inp.dst = llama_dge_new_input(ctx, GGML_TYPE_I64, "dge_inp_dst", inp.n_rows);
     }
 
-    ggml_tensor * cur = ggml_reshape_2d(ctx, q_cur, q_cur->ne[0]*q_cur->ne[1], q_cur->ne[2]);
+    ggml_tensor * cur = ggml_reshape_2d(ctx, q_cur, q_cur->ne[0] * q_cur->ne[1], q_cur->ne[2]);
 
     GGML_ASSERT(cur->ne[0] == layer.ring->ne[0]);
 
@@ -107,17 +106,8 @@ static void llama_dge_build_capture(
     ggml_build_forward_expand(res.get_gf(), cur);
 }
 
-void llama_dge_build_attn(
-              llama_dge * dge,
-       llm_graph_result * res,
-     const llama_ubatch & ubatch,
-            ggml_tensor * q_cur,
-            ggml_tensor * k,
-            ggml_tensor *& kq_mask,
-            ggml_tensor *& kq_b,
-            ggml_tensor * sinks,
-                  float   kq_scale,
-                    int   il) {
+void llama_dge_build_attn(llama_dge * dge, llm_graph_result * res, const llama_ubatch & ubatch, ggml_tensor * q_cur,
+        ggml_tensor * k, ggml_tensor *& kq_mask, ggml_tensor *& kq_b, ggml_tensor * sinks, float kq_scale, int il) {
     if (!dge || !dge->active) {
         return;
     }
@@ -138,7 +128,7 @@ void llama_dge_build_attn(
     auto & inp = *llama_dge_get_input(dge, res, ubatch);
 
     const bool capture = inp.n_rows > 0 && layer.ring;
-    const bool sums    = inp.sums       && layer.sums;
+    const bool sums    = inp.sums && layer.sums;
 
     if ((capture || sums) && !ggml_is_contiguous(q_cur)) {
         q_cur = ggml_cont(res->get_ctx(), q_cur);
@@ -151,7 +141,7 @@ void llama_dge_build_attn(
     if (sums) {
         if (!inp.weights) {
             inp.weights = llama_dge_new_input(res->get_ctx(), GGML_TYPE_F32, "dge_inp_weights", ubatch.n_tokens);
-            inp.keep    = llama_dge_new_input(res->get_ctx(), GGML_TYPE_F32, "dge_inp_keep",    k->ne[2], k->ne[3]);
+            inp.keep    = llama_dge_new_input(res->get_ctx(), GGML_TYPE_F32, "dge_inp_keep", k->ne[2], k->ne[3]);
         }
 
         llama_dge_build_sums(*dge, layer, *res, inp, ubatch, q_cur, k, kq_mask);
@@ -162,9 +152,8 @@ void llama_dge_build_attn(
     }
 }
 
-ggml_tensor * llama_dge_build_probs(
-        ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer, bool flash_attn,
-        ggml_tensor * kq, ggml_tensor * mask, int64_t h0) {
+ggml_tensor * llama_dge_build_probs(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
+        bool flash_attn, ggml_tensor * kq, ggml_tensor * mask, int64_t h0) {
     float scale = layer.kq_scale;
 
     if (hparams.attn_soft_cap) {
@@ -172,7 +161,7 @@ ggml_tensor * llama_dge_build_probs(
         const float cap = hparams.f_attn_logit_softcapping;
         const float pre = flash_attn ? scale : 1.0f;
 
-        kq    = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, pre/cap)), cap);
+        kq    = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, pre / cap)), cap);
         scale = flash_attn ? 1.0f : scale;
     }
 
@@ -181,7 +170,7 @@ ggml_tensor * llama_dge_build_probs(
     kq = ggml_soft_max_ext(ctx, kq, mask, scale, 0.0f);
 
     if (layer.sinks) {
-        ggml_soft_max_add_sinks(kq, ggml_view_1d(ctx, layer.sinks, n_head, h0*ggml_element_size(layer.sinks)));
+        ggml_soft_max_add_sinks(kq, ggml_view_1d(ctx, layer.sinks, n_head, h0 * ggml_element_size(layer.sinks)));
     }
 
     return kq;

@@ -28,14 +28,12 @@ public:
 
 // attention of queries to keys, as the layer's own attention computes it
 // kq: K*Q, not scaled; mask: [n_kv, n_q, 1, n_stream]; h0: first query head of kq
-ggml_tensor * llama_dge_build_probs(
-        ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer, bool flash_attn,
-        ggml_tensor * kq, ggml_tensor * mask, int64_t h0);
+ggml_tensor * llama_dge_build_probs(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
+        bool flash_attn, ggml_tensor * kq, ggml_tensor * mask, int64_t h0);
 
-void llama_dge_build_sums(
-        llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res, llm_graph_input_dge & inp,
-        const llama_ubatch & ubatch, ggml_tensor * q_cur, ggml_tensor * k, ggml_tensor * kq_mask);
+void llama_dge_build_sums(llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res,
+        llm_graph_input_dge & inp, const llama_ubatch & ubatch, ggml_tensor * q_cur, ggml_tensor * k,
+        ggml_tensor * kq_mask);
 
-void llama_dge_build_bias(
-        llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res, const llama_ubatch & ubatch,
-        ggml_tensor *& kq_mask, ggml_tensor *& kq_b);
+void llama_dge_build_bias(llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res,
+        const llama_ubatch & ubatch, ggml_tensor *& kq_mask, ggml_tensor *& kq_b);

@@ -26,14 +26,15 @@ using llama_dge_ptr = std::unique_ptr<llama_dge, llama_dge_deleter>;
 void llama_dge_on_clear(llama_dge * dge);
 
 // false: refused, change nothing
-bool llama_dge_on_seq_rm   (llama_dge * dge, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
-bool llama_dge_on_seq_cp   (llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
+bool llama_dge_on_seq_rm(llama_dge * dge, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+bool llama_dge_on_seq_cp(llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
 bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id);
 
 void llama_dge_on_seq_keep(llama_dge * dge, llama_seq_id seq_id);
 
 // the same questions without a change, for caches that consist of two
-bool llama_dge_may_seq_cp   (const llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
+bool llama_dge_may_seq_cp(
+        const llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
 bool llama_dge_may_seq_shift(const llama_dge * dge, llama_seq_id seq_id);
 
 // pos_min, or the first position from which on no row is missing
@@ -55,17 +56,8 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx);
 // q_cur:   [n_embd_head, n_head, n_tokens] as attention uses it (RoPE and rotation applied)
 // k:       the view of the cache that attention reads
 // kq_mask, kq_b: replaced where rows of this layer must not be attended
-void llama_dge_build_attn(
-              llama_dge * dge,
-       llm_graph_result * res,
-     const llama_ubatch & ubatch,
-            ggml_tensor * q_cur,
-            ggml_tensor * k,
-            ggml_tensor *& kq_mask,
-            ggml_tensor *& kq_b,
-            ggml_tensor * sinks,
-                  float   kq_scale,
-                    int   il);
+void llama_dge_build_attn(llama_dge * dge, llm_graph_result * res, const llama_ubatch & ubatch, ggml_tensor * q_cur,
+        ggml_tensor * k, ggml_tensor *& kq_mask, ggml_tensor *& kq_b, ggml_tensor * sinks, float kq_scale, int il);
 
 // nodes that this adds to a graph of n_tokens at the most
 uint32_t llama_dge_graph_max_nodes(const llama_context & lctx, uint32_t n_tokens);
@@ -78,5 +70,5 @@ void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_s
 
 // `n_stream` is what the reader found in the place of the stream count; where it is the mark of a section, the section
 // is read and n_stream replaced by the real count. throws std::runtime_error
-void llama_dge_state_read    (llama_dge * dge, llama_io_read_i & io, llama_seq_id seq_id, uint32_t & n_stream);
+void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id seq_id, uint32_t & n_stream);
 void llama_dge_state_read_end(llama_dge * dge);

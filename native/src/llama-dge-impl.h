@@ -52,7 +52,8 @@ struct llama_dge_layer {
 
     ggml_tensor * ring = nullptr; // F32 [n_embd_head_k*n_head, n_ring*n_seq], last queries of each sequence
     ggml_tensor * sums = nullptr; // F32 [kv_size, n_head_kv, n_stream], attention that a cell got (H2O)
-    ggml_tensor * bias = nullptr; // F32 [kv_size, 1 or n_head, n_stream], -inf: this layer (and head) has no row in the cell
+    ggml_tensor * bias =
+            nullptr; // F32 [kv_size, 1 or n_head, n_stream], -inf: this layer (and head) has no row in the cell
 
     ggml_tensor * sinks    = nullptr;
     float         kq_scale = 0.0f;
@@ -133,8 +134,8 @@ struct llama_dge {
     // are rows [0, n_rows) in the sums, where sums are needed?
     bool summed(llama_seq_id seq_id, int32_t n_rows) const;
 
-    bool call_select(
-            int32_t il, int32_t n_past, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) const;
+    bool call_select(int32_t il, int32_t n_past, int32_t n, const llama_dge_ranks & ranks,
+            std::vector<llama_dge_rows> & rows) const;
 
     // all or nothing
     int32_t cut(llama_context & lctx, llama_seq_id seq_id);
@@ -143,12 +144,12 @@ struct llama_dge {
     int32_t map_cells(llama_seq_id seq_id, std::vector<uint32_t> & cells) const;
 
     // attention that rows [0, n_past) receive from the queries at [p0, p1), softmax over all rows up to the query
-    int32_t score_layer(
-            llama_context & lctx, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
+    int32_t score_layer(llama_context & lctx, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
             llama_pos p0, llama_pos p1, int32_t n_past, std::vector<float> & scores) const;
 
     // sums of the rows [0, n_past) of a layer
-    void read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past, std::vector<float> & scores) const;
+    void read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past,
+            std::vector<float> & scores) const;
 
     void compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past);
 
@@ -167,7 +168,8 @@ struct llama_dge {
     // F32 tensors beside the K of each layer, zeroed; a shape of no elements gives none. false: out of memory
     using shapes_t = std::vector<std::array<int64_t, 3>>;
 
-    bool alloc_tensors(const char * name, const shapes_t & shapes, std::vector<ggml_tensor *> & res, bufs_t & bufs) const;
+    bool alloc_tensors(
+            const char * name, const shapes_t & shapes, std::vector<ggml_tensor *> & res, bufs_t & bufs) const;
 
     const llama_hparams & hparams() const;
 
@@ -195,7 +197,7 @@ struct llama_dge {
 
     uint32_t n_ring = 0; // query rows per sequence
 
-    std::vector<llama_dge_layer> layers; // by index of the cache's layers
+    std::vector<llama_dge_layer> layers;   // by index of the cache's layers
     std::vector<llama_pos>       ring_pos; // [n_seq*n_ring] position stored in a slot, -1: none
 
     bufs_t ring_bufs;

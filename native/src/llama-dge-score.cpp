@@ -8,7 +8,7 @@
 #include <cmath>
 
 // transient memory of one graph is kept near this: KV heads, then query rows, are taken in blocks
-static constexpr int64_t LLAMA_DGE_SCORE_BLOCK = 32ll*1024*1024;
+static constexpr int64_t LLAMA_DGE_SCORE_BLOCK = 32ll * 1024 * 1024;
 
 // one block of the score: KV heads [h0, h0 + n_head), query rows [q0, q0 + n_q)
 struct llama_dge_score_block {
@@ -20,17 +20,17 @@ struct llama_dge_score_block {
     ggml_tensor * out; // F32 [n_keys, 1, n_head]
 };
 
-int32_t llama_dge::score_layer(
-        llama_context & lctx, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
-        llama_pos p0, llama_pos p1, int32_t n_past, std::vector<float> & scores) const {
+int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id seq_id,
+        const std::vector<uint32_t> & cells, llama_pos p0, llama_pos p1, int32_t n_past,
+        std::vector<float> & scores) const {
     const auto & layer   = layers[ikv];
     const auto & hparams = kv.hparams;
     const auto & cparams = lctx.get_cparams();
 
     const int64_t n_embd_head = hparams.n_embd_head_k(layer.il);
-    const int64_t n_head      = hparams.n_head       (layer.il);
-    const int64_t n_head_kv   = hparams.n_head_kv    (layer.il);
-    const int64_t n_group     = n_head/n_head_kv;
+    const int64_t n_head      = hparams.n_head(layer.il);
+    const int64_t n_head_kv   = hparams.n_head_kv(layer.il);
+    const int64_t n_group     = n_head / n_head_kv;
     const int64_t n_keys      = p1;
     const int64_t n_q         = p1 - p0;
 
@@ -56,10 +56,12 @@ int32_t llama_dge::score_layer(
 
     ggml_tensor * q_all = ggml_get_rows(ctx, layer.ring, q_rows); // [n_embd_head*n_head, n_q]
 
-    const int64_t n_head_blk = std::clamp<int64_t>(
-            LLAMA_DGE_SCORE_BLOCK/(4*n_keys*(n_embd_head + 2*n_q*n_group)), 1, n_head_kv);
-    const int64_t n_q_blk = n_head_blk > 1 ? n_q : std::clamp<int64_t>(
-            (LLAMA_DGE_SCORE_BLOCK/(4*n_keys) - n_embd_head)/(2*n_group), 1, n_q);
+    const int64_t n_head_blk =
+            std::clamp<int64_t>(LLAMA_DGE_SCORE_BLOCK / (4 * n_keys * (n_embd_head + 2 * n_q * n_group)), 1, n_head_kv);
+    const int64_t n_q_blk =
+            n_head_blk > 1
+                    ? n_q
+                    : std::clamp<int64_t>((LLAMA_DGE_SCORE_BLOCK / (4 * n_keys) - n_embd_head) / (2 * n_group), 1, n_q);
 
     std::vector<llama_dge_score_block> blocks;
 
@@ -67,26 +69,26 @@ int32_t llama_dge::score_layer(
         const int64_t nh = std::min(n_head_blk, n_head_kv - h0);
 
         // F32 whatever the cache's type: scores of a quantized product would reorder close rows
-        ggml_tensor * k = ggml_view_2d(ctx, k_cache, n_embd_head*nh, k_cache->ne[1], k_cache->nb[1],
-                ggml_row_size(k_cache->type, n_embd_head*h0));
-        k = ggml_get_rows(ctx, k, k_rows);
-        k = ggml_view_3d(ctx, k, n_embd_head, n_keys, nh, k->nb[1], n_embd_head*sizeof(float), 0);
+        ggml_tensor * k = ggml_view_2d(ctx, k_cache, n_embd_head * nh, k_cache->ne[1], k_cache->nb[1],
+                ggml_row_size(k_cache->type, n_embd_head * h0));
+        k               = ggml_get_rows(ctx, k, k_rows);
+        k               = ggml_view_3d(ctx, k, n_embd_head, n_keys, nh, k->nb[1], n_embd_head * sizeof(float), 0);
 
         for (int64_t q0 = 0; q0 < n_q; q0 += n_q_blk) {
             const int64_t nq = std::min(n_q_blk, n_q - q0);
 
-            ggml_tensor * q = ggml_view_3d(ctx, q_all, n_embd_head, nq, nh*n_group, q_all->nb[1],
-                    n_embd_head*sizeof(float), q0*q_all->nb[1] + h0*n_group*n_embd_head*sizeof(float));
-            ggml_tensor * m = ggml_view_2d(ctx, mask, n_keys, nq, mask->nb[1], q0*mask->nb[1]);
+            ggml_tensor * q = ggml_view_3d(ctx, q_all, n_embd_head, nq, nh * n_group, q_all->nb[1],
+                    n_embd_head * sizeof(float), q0 * q_all->nb[1] + h0 * n_group * n_embd_head * sizeof(float));
+            ggml_tensor * m = ggml_view_2d(ctx, mask, n_keys, nq, mask->nb[1], q0 * mask->nb[1]);
 
             ggml_tensor * kq = ggml_mul_mat(ctx, k, q); // [n_keys, nq, nh*n_group]
             ggml_prec_set_acc(kq, GGML_PREC_F32);
 
-            kq = llama_dge_build_probs(ctx, hparams, layer, cparams.flash_attn, kq, m, h0*n_group);
+            kq = llama_dge_build_probs(ctx, hparams, layer, cparams.flash_attn, kq, m, h0 * n_group);
 
             // mean over the query rows and the heads of the group
-            kq = ggml_reshape_3d(ctx, kq, n_keys, nq*n_group, nh);
-            kq = ggml_pool_2d(ctx, kq, GGML_OP_POOL_AVG, 1, nq*n_group, 1, nq*n_group, 0, 0);
+            kq = ggml_reshape_3d(ctx, kq, n_keys, nq * n_group, nh);
+            kq = ggml_pool_2d(ctx, kq, GGML_OP_POOL_AVG, 1, nq * n_group, 1, nq * n_group, 0, 0);
 
             ggml_set_output(kq);
             ggml_build_forward_expand(gf, kq);
@@ -107,15 +109,15 @@ int32_t llama_dge::score_layer(
     {
         std::vector<int32_t> data(n_q);
         for (int64_t i = 0; i < n_q; ++i) {
-            data[i] = (int32_t) ((int64_t) seq_id*n_ring + (p0 + i) % n_ring);
+            data[i] = (int32_t) ((int64_t) seq_id * n_ring + (p0 + i) % n_ring);
         }
         ggml_backend_tensor_set(q_rows, data.data(), 0, ggml_nbytes(q_rows));
     }
     {
-        std::vector<float> data(n_keys*n_q);
+        std::vector<float> data(n_keys * n_q);
         for (int64_t i = 0; i < n_q; ++i) {
             for (int64_t j = 0; j < n_keys; ++j) {
-                data[i*n_keys + j] = j <= p0 + i ? 0.0f : -INFINITY;
+                data[i * n_keys + j] = j <= p0 + i ? 0.0f : -INFINITY;
             }
         }
         ggml_backend_tensor_set(mask, data.data(), 0, ggml_nbytes(mask));
@@ -129,7 +131,7 @@ int32_t llama_dge::score_layer(
         return status == GGML_STATUS_ABORTED ? LLAMA_DGE_ERR_ABORTED : LLAMA_DGE_ERR_COMPUTE;
     }
 
-    scores.assign((size_t) n_head_kv*n_past, 0.0f);
+    scores.assign((size_t) n_head_kv * n_past, 0.0f);
 
     std::vector<float> data;
 
@@ -137,11 +139,11 @@ int32_t llama_dge::score_layer(
         data.resize(ggml_nelements(block.out));
         ggml_backend_tensor_get(block.out, data.data(), 0, ggml_nbytes(block.out));
 
-        const float weight = (float) block.n_q/n_q;
+        const float weight = (float) block.n_q / n_q;
 
         for (int64_t ih = 0; ih < block.n_head; ++ih) {
             for (int64_t j = 0; j < n_past; ++j) {
-                scores[(block.h0 + ih)*n_past + j] += weight*data[ih*n_keys + j];
+                scores[(block.h0 + ih) * n_past + j] += weight * data[ih * n_keys + j];
             }
         }
     }

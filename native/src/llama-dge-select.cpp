@@ -41,20 +41,20 @@ void llama_dge_pool(std::vector<float> & data, int32_t pooling, int32_t kernel_s
     }
 
     const int64_t n    = data.size();
-    const int64_t half = std::min<int64_t>(kernel_size/2, n);
+    const int64_t half = std::min<int64_t>(kernel_size / 2, n);
 
     const bool  is_max = pooling == LLAMA_DGE_POOLING_MAX;
     const float none   = is_max ? -std::numeric_limits<float>::infinity() : 0.0f;
 
     // one shift of the whole row after the other: these loops vectorize
-    std::vector<float> padded(n + 2*half, none);
+    std::vector<float> padded(n + 2 * half, none);
     std::copy(data.begin(), data.end(), padded.begin() + half);
 
     std::fill(data.begin(), data.end(), none);
 
-    for (int64_t j = 0; j < 2*half + 1; ++j) {
+    for (int64_t j = 0; j < 2 * half + 1; ++j) {
         const float * src = padded.data() + j;
-        float       * dst = data.data();
+        float *       dst = data.data();
 
         if (is_max) {
             for (int64_t i = 0; i < n; ++i) {
@@ -87,7 +87,7 @@ void llama_dge_normalize(std::vector<float> & data) {
     }
 
     for (float & x : data) {
-        x = (float) (x/sum);
+        x = (float) (x / sum);
     }
 }
 
@@ -147,11 +147,12 @@ llama_dge_rows llama_dge_top_rows(const std::vector<float> & scores, int32_t n) 
 }
 
 // the score by which the rows of one head are ranked
-static std::vector<float> llama_dge_rank(const llama_dge_select_input & input, const llama_dge_layer_scores & layer, int32_t ih) {
+static std::vector<float> llama_dge_rank(
+        const llama_dge_select_input & input, const llama_dge_layer_scores & layer, int32_t ih) {
     const auto & params = input.params;
 
     const auto head = [&](const std::vector<float> & scores) {
-        const auto begin = scores.begin() + (size_t) ih*input.n_past;
+        const auto begin = scores.begin() + (size_t) ih * input.n_past;
         return std::vector<float>(begin, begin + input.n_past);
     };
 
@@ -192,15 +193,15 @@ static std::vector<float> llama_dge_rank(const llama_dge_select_input & input, c
 std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int32_t n) {
     const int32_t n_head  = ranks.size();
     const int32_t n_past  = ranks[0].size();
-    const int32_t n_total = n*n_head;
+    const int32_t n_total = n * n_head;
 
     // where the n_total best scores of the layer are; a row of a later head wins a tie, as a later row does
     std::vector<int32_t> count(n_head, 0);
 
     if (n_total > 0) {
-        std::vector<float> order((size_t) n_head*n_past);
+        std::vector<float> order((size_t) n_head * n_past);
         for (int32_t ih = 0; ih < n_head; ++ih) {
-            std::transform(ranks[ih].begin(), ranks[ih].end(), order.begin() + (size_t) ih*n_past, llama_dge_key);
+            std::transform(ranks[ih].begin(), ranks[ih].end(), order.begin() + (size_t) ih * n_past, llama_dge_key);
         }
 
         auto last = llama_dge_find_threshold(order, n_total);
@@ -211,22 +212,22 @@ std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int3
             for (const float score : ranks[ih]) {
                 const float x = llama_dge_key(score);
 
-                n_above += x >  last.score;
+                n_above += x > last.score;
                 n_equal += x == last.score;
             }
 
-            n_equal       = std::min(n_equal, last.n_equal);
+            n_equal = std::min(n_equal, last.n_equal);
             last.n_equal -= n_equal;
-            count[ih]     = n_above + n_equal;
+            count[ih] = n_above + n_equal;
         }
     }
 
     // integers all the way: 0.8*count rounded half up, and floor(0.2*n)
     std::vector<int32_t> caps(n_head);
-    int32_t sum = 0;
+    int32_t              sum = 0;
     for (int32_t ih = 0; ih < n_head; ++ih) {
-        caps[ih] = std::min((int32_t) ((8ll*count[ih] + 5)/10) + n/5, n_past);
-        sum     += caps[ih];
+        caps[ih] = std::min((int32_t) ((8ll * count[ih] + 5) / 10) + n / 5, n_past);
+        sum += caps[ih];
     }
 
     // the repair of the total goes round the heads, those with the most of the best scores first
@@ -241,7 +242,7 @@ std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int3
             const int32_t cap = caps[ih] + step;
             if (sum != n_total && cap >= 0 && cap <= n_past) {
                 caps[ih] = cap;
-                sum     += step;
+                sum += step;
             }
         }
     }
@@ -262,8 +263,8 @@ static bool llama_dge_rows_ok(const llama_dge_rows & rows, int32_t n_past) {
 bool llama_dge_select(const llama_dge_select_input & input, llama_dge_kept & kept) {
     const auto * policy = llama_dge_get_policy(input.params.policy);
 
-    const std::vector<int32_t> layer_caps = policy->caps ?
-            policy->caps(input) : std::vector<int32_t>(input.layers.size(), input.n_cap);
+    const std::vector<int32_t> layer_caps =
+            policy->caps ? policy->caps(input) : std::vector<int32_t>(input.layers.size(), input.n_cap);
 
     kept.assign(input.layers.size(), {});
 

@@ -76,8 +76,8 @@ const llama_dge_policy_impl * llama_dge_get_policy(int32_t policy);
 
 // what has to be computed for these settings; H2O's own score comes from sums and not from the window
 bool llama_dge_needs_window_scores(const llama_dge_select_params & params);
-bool llama_dge_needs_draft_scores (const llama_dge_select_params & params);
-bool llama_dge_needs_sums         (const llama_dge_select_params & params);
+bool llama_dge_needs_draft_scores(const llama_dge_select_params & params);
+bool llama_dge_needs_sums(const llama_dge_select_params & params);
 
 // stride 1, as long as the input; max: padding never wins; avg: zero padding, divisor = kernel
 void llama_dge_pool(std::vector<float> & data, int32_t pooling, int32_t kernel_size);

@@ -77,14 +77,23 @@ void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_s
         const auto & seq = dge->seqs[s];
 
         llama_dge_write(io, llama_dge_state_seq {
-            (int32_t) s, seq.n_prompt, seq.n_draft, seq.budget, seq.n_before, seq.n_after, seq.boundary, seq.pos_min,
-            seq.bytes_before, seq.bytes_after, seq.bytes_kept,
-        });
+                                    (int32_t) s,
+                                    seq.n_prompt,
+                                    seq.n_draft,
+                                    seq.budget,
+                                    seq.n_before,
+                                    seq.n_after,
+                                    seq.boundary,
+                                    seq.pos_min,
+                                    seq.bytes_before,
+                                    seq.bytes_after,
+                                    seq.bytes_kept,
+                            });
 
         for (const auto & heads : seq.kept) {
             for (const auto & rows : heads) {
                 llama_dge_write(io, (uint32_t) rows.size());
-                io.write(rows.data(), rows.size()*sizeof(rows[0]));
+                io.write(rows.data(), rows.size() * sizeof(rows[0]));
             }
         }
     }
@@ -104,7 +113,7 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
     llama_dge_state_check(llama_dge_read<uint32_t>(io) == dge->layers.size(), "another number of layers");
 
     for (size_t i = 0; i < dge->layers.size(); ++i) {
-        llama_dge_state_check(llama_dge_read<int32_t> (io) == dge->layers[i].il,  "other layers");
+        llama_dge_state_check(llama_dge_read<int32_t>(io) == dge->layers[i].il, "other layers");
         llama_dge_state_check(llama_dge_read<uint32_t>(io) == dge->n_head_kv(i), "other heads");
     }
 
@@ -119,10 +128,11 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
         const int32_t n_cap = head.n_after - (head.n_before - head.pos_min);
 
         llama_dge_state_check(dst >= 0 && (uint32_t) dst < dge->n_seq, "a sequence out of range");
-        llama_dge_state_check(
-                head.pos_min  >= 0 && head.pos_min < head.n_prompt && head.boundary == head.n_prompt - 1 &&
-                head.n_before == head.n_prompt + head.n_draft && head.n_draft >= 0 &&
-                n_cap >= 0 && n_cap < head.pos_min && (uint32_t) head.n_after <= dge->kv.get_size(), "damaged counts");
+        llama_dge_state_check(head.pos_min >= 0 && head.pos_min < head.n_prompt && head.boundary == head.n_prompt - 1 &&
+                                      head.n_before == head.n_prompt + head.n_draft && head.n_draft >= 0 &&
+                                      n_cap >= 0 && n_cap < head.pos_min &&
+                                      (uint32_t) head.n_after <= dge->kv.get_size(),
+                "damaged counts");
 
         llama_dge_seq seq;
 
@@ -148,7 +158,7 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
                 llama_dge_state_check(n_rows <= (uint32_t) n_cap, "damaged rows");
 
                 rows.resize(n_rows);
-                io.read(rows.data(), rows.size()*sizeof(rows[0]));
+                io.read(rows.data(), rows.size() * sizeof(rows[0]));
 
                 for (uint32_t r = 0; r < n_rows; ++r) {
                     llama_dge_state_check(
@@ -160,7 +170,8 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
         }
 
         llama_dge_state_check(n_max == n_cap, "damaged rows");
-        llama_dge_state_check(dge->bias_reserve(seq.kept) == LLAMA_DGE_OK, "rows per head that this context cannot attend");
+        llama_dge_state_check(
+                dge->bias_reserve(seq.kept) == LLAMA_DGE_OK, "rows per head that this context cannot attend");
 
         dge->pending.emplace_back(dst, std::move(seq));
     }

@@ -8,7 +8,7 @@
 // H2O: the attention that every row gets from all rows, summed while they are evaluated. Causal attention makes this
 // exact ubatch by ubatch. Query rows and KV heads are taken in blocks, so that the attention matrix never exists.
 
-static constexpr int64_t LLAMA_DGE_SUMS_BLOCK = 24ll*1024*1024;
+static constexpr int64_t LLAMA_DGE_SUMS_BLOCK = 24ll * 1024 * 1024;
 
 struct llama_dge_sums_blocks {
     int64_t n_head; // KV heads of a block
@@ -18,13 +18,13 @@ struct llama_dge_sums_blocks {
 static llama_dge_sums_blocks llama_dge_get_sums_blocks(
         const llama_hparams & hparams, int il, int64_t n_kv, int64_t n_q, int64_t n_stream) {
     const int64_t n_head_kv = hparams.n_head_kv(il);
-    const int64_t n_group   = hparams.n_head(il)/n_head_kv;
+    const int64_t n_group   = hparams.n_head(il) / n_head_kv;
     const int64_t n_embd    = hparams.n_embd_head_k(il);
 
     // K in F32 and, per row, its logits
-    const int64_t n_head = std::clamp<int64_t>(LLAMA_DGE_SUMS_BLOCK/(4*n_kv*n_stream*n_embd), 1, n_head_kv);
+    const int64_t n_head = std::clamp<int64_t>(LLAMA_DGE_SUMS_BLOCK / (4 * n_kv * n_stream * n_embd), 1, n_head_kv);
 
-    return { n_head, std::clamp<int64_t>(LLAMA_DGE_SUMS_BLOCK/(4*n_kv*n_stream*n_head*n_group), 1, n_q) };
+    return { n_head, std::clamp<int64_t>(LLAMA_DGE_SUMS_BLOCK / (4 * n_kv * n_stream * n_head * n_group), 1, n_q) };
 }
 
 uint32_t llama_dge_graph_max_nodes(const llama_context & lctx, uint32_t n_tokens) {
@@ -36,7 +36,7 @@ uint32_t llama_dge_graph_max_nodes(const llama_context & lctx, uint32_t n_tokens
 
 uint32_t llama_dge::max_nodes(uint32_t n_tokens) const {
     // capture and bias
-    uint32_t res = 12*layers.size();
+    uint32_t res = 12 * layers.size();
 
     if (sums_bufs.empty()) {
         return res;
@@ -45,18 +45,18 @@ uint32_t llama_dge::max_nodes(uint32_t n_tokens) const {
     for (const auto & layer : layers) {
         const auto blk = llama_dge_get_sums_blocks(kv.hparams, layer.il, kv.get_size(), n_tokens, kv.n_stream);
 
-        const int64_t n_head_blocks = (kv.hparams.n_head_kv(layer.il) + blk.n_head - 1)/blk.n_head;
-        const int64_t n_q_blocks    = (n_tokens + blk.n_q - 1)/blk.n_q;
+        const int64_t n_head_blocks = (kv.hparams.n_head_kv(layer.il) + blk.n_head - 1) / blk.n_head;
+        const int64_t n_q_blocks    = (n_tokens + blk.n_q - 1) / blk.n_q;
 
-        res += n_head_blocks*(16 + 20*n_q_blocks);
+        res += n_head_blocks * (16 + 20 * n_q_blocks);
     }
 
     return res;
 }
 
-void llama_dge_build_sums(
-        llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res, llm_graph_input_dge & inp,
-        const llama_ubatch & ubatch, ggml_tensor * q_cur, ggml_tensor * k, ggml_tensor * kq_mask) {
+void llama_dge_build_sums(llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res,
+        llm_graph_input_dge & inp, const llama_ubatch & ubatch, ggml_tensor * q_cur, ggml_tensor * k,
+        ggml_tensor * kq_mask) {
     auto * ctx = res.get_ctx();
     auto * gf  = res.get_gf();
 
@@ -68,8 +68,8 @@ void llama_dge_build_sums(
     const int64_t n_head_kv = k->ne[1];
     const int64_t n_kv      = k->ne[2];
     const int64_t n_stream  = k->ne[3];
-    const int64_t n_group   = q_cur->ne[1]/n_head_kv;
-    const int64_t n_q       = q_cur->ne[2]/n_stream;
+    const int64_t n_group   = q_cur->ne[1] / n_head_kv;
+    const int64_t n_q       = q_cur->ne[2] / n_stream;
 
     const auto blk = llama_dge_get_sums_blocks(hparams, layer.il, n_kv, n_q, n_stream);
 
@@ -81,7 +81,8 @@ void llama_dge_build_sums(
     for (int64_t h0 = 0; h0 < n_head_kv; h0 += blk.n_head) {
         const int64_t nh = std::min(blk.n_head, n_head_kv - h0);
 
-        ggml_tensor * kh = ggml_view_4d(ctx, k, n_embd, nh, n_kv, n_stream, k->nb[1], k->nb[2], k->nb[3], h0*k->nb[1]);
+        ggml_tensor * kh =
+                ggml_view_4d(ctx, k, n_embd, nh, n_kv, n_stream, k->nb[1], k->nb[2], k->nb[3], h0 * k->nb[1]);
         if (kh->type != GGML_TYPE_F32) {
             kh = ggml_cast(ctx, kh, GGML_TYPE_F32);
         }
@@ -92,25 +93,25 @@ void llama_dge_build_sums(
         for (int64_t q0 = 0; q0 < n_q; q0 += n_q_blk) {
             const int64_t nq = std::min(n_q_blk, n_q - q0);
 
-            ggml_tensor * q = ggml_view_4d(ctx, q_cur, n_embd, nh*n_group, nq, n_stream,
-                    q_cur->nb[1], q_cur->nb[2], q_cur->nb[2]*n_q, q0*q_cur->nb[2] + h0*n_group*q_cur->nb[1]);
-            q = ggml_permute(ctx, q, 0, 2, 1, 3); // [n_embd, nq, nh*n_group, n_stream]
+            ggml_tensor * q = ggml_view_4d(ctx, q_cur, n_embd, nh * n_group, nq, n_stream, q_cur->nb[1], q_cur->nb[2],
+                    q_cur->nb[2] * n_q, q0 * q_cur->nb[2] + h0 * n_group * q_cur->nb[1]);
+            q               = ggml_permute(ctx, q, 0, 2, 1, 3); // [n_embd, nq, nh*n_group, n_stream]
 
-            ggml_tensor * m = ggml_view_4d(ctx, kq_mask, n_kv, nq, 1, n_stream,
-                    kq_mask->nb[1], kq_mask->nb[2], kq_mask->nb[3], q0*kq_mask->nb[1]);
+            ggml_tensor * m = ggml_view_4d(ctx, kq_mask, n_kv, nq, 1, n_stream, kq_mask->nb[1], kq_mask->nb[2],
+                    kq_mask->nb[3], q0 * kq_mask->nb[1]);
 
             ggml_tensor * kq = ggml_mul_mat(ctx, kh, q);
             ggml_prec_set_acc(kq, GGML_PREC_F32);
 
-            kq = llama_dge_build_probs(ctx, hparams, layer, flash_attn, kq, m, h0*n_group);
+            kq = llama_dge_build_probs(ctx, hparams, layer, flash_attn, kq, m, h0 * n_group);
 
             // sum over query rows and the heads of the group: a product with the weights of the rows
-            ggml_tensor * w = ggml_view_4d(ctx, weights, 1, nq, 1, n_stream,
-                    weights->nb[1], weights->nb[2], weights->nb[3], q0*weights->nb[1]);
-            w = ggml_repeat_4d(ctx, w, 1, nq, nh*n_group, n_stream);
-            w = ggml_reshape_4d(ctx, w, 1, nq*n_group, nh, n_stream);
+            ggml_tensor * w = ggml_view_4d(ctx, weights, 1, nq, 1, n_stream, weights->nb[1], weights->nb[2],
+                    weights->nb[3], q0 * weights->nb[1]);
+            w               = ggml_repeat_4d(ctx, w, 1, nq, nh * n_group, n_stream);
+            w               = ggml_reshape_4d(ctx, w, 1, nq * n_group, nh, n_stream);
 
-            kq = ggml_reshape_4d(ctx, kq, n_kv, nq*n_group, nh, n_stream);
+            kq = ggml_reshape_4d(ctx, kq, n_kv, nq * n_group, nh, n_stream);
             kq = ggml_out_prod(ctx, kq, w); // [n_kv, 1, nh, n_stream]
 
             sum = sum ? ggml_add(ctx, sum, kq) : kq;
@@ -122,7 +123,7 @@ void llama_dge_build_sums(
         sum = ggml_reshape_3d(ctx, sum, n_kv, nh, n_stream);
 
         ggml_tensor * acc = ggml_view_3d(ctx, layer.sums, n_kv, nh, n_stream, layer.sums->nb[1], layer.sums->nb[2],
-                dge.stream_begin(ubatch)*layer.sums->nb[2] + h0*layer.sums->nb[1]);
+                dge.stream_begin(ubatch) * layer.sums->nb[2] + h0 * layer.sums->nb[1]);
 
         sum = ggml_add(ctx, ggml_mul(ctx, acc, inp.keep), sum);
 
@@ -156,7 +157,7 @@ std::vector<float> llama_dge::sum_plan(const llama_ubatch & ubatch) const {
 }
 
 std::vector<float> llama_dge::sum_keep(const llama_ubatch & ubatch, int64_t n_kv, int64_t n_stream) const {
-    std::vector<float> keep(n_kv*n_stream, 0.0f);
+    std::vector<float> keep(n_kv * n_stream, 0.0f);
 
     // the cells of the ubatch are in place already: they hold its positions, from the first on
     std::vector<llama_pos> pos_min(n_seq, std::numeric_limits<llama_pos>::max());
@@ -184,7 +185,7 @@ std::vector<float> llama_dge::sum_keep(const llama_ubatch & ubatch, int64_t n_kv
                 is_new = cells.seq_has(j, t) && cells.pos_get(j) >= pos_min[t];
             }
 
-            keep[s*n_kv + j] = is_new ? 0.0f : 1.0f;
+            keep[s * n_kv + j] = is_new ? 0.0f : 1.0f;
         }
     }
 
@@ -217,22 +218,22 @@ const llama_hparams & llama_dge::hparams() const {
     return kv.hparams;
 }
 
-void llama_dge::read_sums(
-        size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past, std::vector<float> & scores) const {
+void llama_dge::read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past,
+        std::vector<float> & scores) const {
     const auto * sums = layers[ikv].sums;
 
     const int64_t n_kv      = sums->ne[0];
     const int64_t n_head_kv = sums->ne[1];
-    const float   n_group   = (float) kv.hparams.n_head(layers[ikv].il)/n_head_kv;
+    const float   n_group   = (float) kv.hparams.n_head(layers[ikv].il) / n_head_kv;
 
-    std::vector<float> data(n_kv*n_head_kv);
-    ggml_backend_tensor_get(sums, data.data(), kv.seq_to_stream[seq_id]*sums->nb[2], data.size()*sizeof(float));
+    std::vector<float> data(n_kv * n_head_kv);
+    ggml_backend_tensor_get(sums, data.data(), kv.seq_to_stream[seq_id] * sums->nb[2], data.size() * sizeof(float));
 
-    scores.resize((size_t) n_head_kv*n_past);
+    scores.resize((size_t) n_head_kv * n_past);
 
     for (int64_t ih = 0; ih < n_head_kv; ++ih) {
         for (int64_t j = 0; j < n_past; ++j) {
-            scores[ih*n_past + j] = data[ih*n_kv + cells[j]]/n_group;
+            scores[ih * n_past + j] = data[ih * n_kv + cells[j]] / n_group;
         }
     }
 }

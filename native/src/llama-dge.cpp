@@ -93,7 +93,8 @@ const char * llama_dge::unsupported(const llama_context & lctx) {
 // llama_dge
 //
 
-llama_dge::llama_dge(llama_kv_cache & kv, uint32_t n_seq) : kv(kv), n_seq(n_seq), layers(kv.layers.size()), seqs(n_seq) {
+llama_dge::llama_dge(llama_kv_cache & kv, uint32_t n_seq) :
+    kv(kv), n_seq(n_seq), layers(kv.layers.size()), seqs(n_seq) {
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].il = kv.layers[i].il;
     }
@@ -107,13 +108,13 @@ bool llama_dge::alloc_tensors(
 
     for (size_t i = 0; i < shapes.size(); ++i) {
         const auto & ne = shapes[i];
-        if (ne[0]*ne[1]*ne[2] == 0) {
+        if (ne[0] * ne[1] * ne[2] == 0) {
             continue;
         }
 
         auto & ctx = ctxs[ggml_backend_buffer_get_type(kv.layers[i].k->buffer)];
         if (!ctx) {
-            ctx.reset(ggml_init({ shapes.size()*ggml_tensor_overhead(), nullptr, true }));
+            ctx.reset(ggml_init({ shapes.size() * ggml_tensor_overhead(), nullptr, true }));
         }
 
         res[i] = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne[0], ne[1], ne[2]);
@@ -135,7 +136,14 @@ bool llama_dge::alloc_tensors(
 
 llama_dge_select_params llama_dge::select_params(const llama_dge_params & p) {
     return {
-        p.policy, p.scores, p.pooling, p.draft_pooling, p.kernel_size, p.sinks, p.layer_budgets, p.head_budgets,
+        p.policy,
+        p.scores,
+        p.pooling,
+        p.draft_pooling,
+        p.kernel_size,
+        p.sinks,
+        p.layer_budgets,
+        p.head_budgets,
     };
 }
 
@@ -143,7 +151,7 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
     const auto sel = select_params(params_new);
 
     const bool window = llama_dge_needs_window_scores(sel);
-    const bool draft  = llama_dge_needs_draft_scores (sel);
+    const bool draft  = llama_dge_needs_draft_scores(sel);
 
     const uint32_t n_ring_new = window || draft ? params_new.window + params_new.draft_tokens - 1 : 0;
 
@@ -151,19 +159,19 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
     shapes_t shapes_sums;
 
     for (size_t i = 0; i < layers.size(); ++i) {
-        const int64_t n_embd = (int64_t) kv.hparams.n_embd_head_k(layers[i].il)*kv.hparams.n_head(layers[i].il);
+        const int64_t n_embd = (int64_t) kv.hparams.n_embd_head_k(layers[i].il) * kv.hparams.n_head(layers[i].il);
 
-        shapes_ring.push_back({ n_embd, (int64_t) n_ring_new*n_seq, 1 });
+        shapes_ring.push_back({ n_embd, (int64_t) n_ring_new * n_seq, 1 });
         shapes_sums.push_back({ llama_dge_needs_sums(sel) ? kv.get_size() : 0, n_head_kv(i), kv.n_stream });
     }
 
     std::vector<ggml_tensor *> ring;
     std::vector<ggml_tensor *> sums;
-    bufs_t ring_bufs_new;
-    bufs_t sums_bufs_new;
+    bufs_t                     ring_bufs_new;
+    bufs_t                     sums_bufs_new;
 
-    if (!alloc_tensors("dge_q",    shapes_ring, ring, ring_bufs_new) ||
-        !alloc_tensors("dge_sums", shapes_sums, sums, sums_bufs_new)) {
+    if (!alloc_tensors("dge_q", shapes_ring, ring, ring_bufs_new) ||
+            !alloc_tensors("dge_sums", shapes_sums, sums, sums_bufs_new)) {
         return false;
     }
 
@@ -175,7 +183,7 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
     n_ring    = n_ring_new;
     ring_bufs = std::move(ring_bufs_new);
     sums_bufs = std::move(sums_bufs_new);
-    ring_pos.assign((size_t) n_ring*n_seq, -1);
+    ring_pos.assign((size_t) n_ring * n_seq, -1);
 
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].ring = ring[i];
@@ -204,9 +212,10 @@ int32_t llama_dge::resolve_budget(int32_t n_prompt) const {
 
     if (params.budget_share > 0.0f) {
         // a small share of a short prompt must leave more than the window
-        const int32_t n_min = params.window + (params.policy == LLAMA_DGE_POLICY_STREAMINGLLM ? std::max(params.sinks, 1) : 1);
+        const int32_t n_min =
+                params.window + (params.policy == LLAMA_DGE_POLICY_STREAMINGLLM ? std::max(params.sinks, 1) : 1);
 
-        return std::max((int32_t) std::lround((double) params.budget_share*n_prompt), n_min);
+        return std::max((int32_t) std::lround((double) params.budget_share * n_prompt), n_min);
     }
 
     return params.budget;
@@ -216,10 +225,10 @@ void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0,
     const auto sel = select_params(params);
 
     const bool window = llama_dge_needs_window_scores(sel);
-    const bool draft  = llama_dge_needs_draft_scores (sel);
+    const bool draft  = llama_dge_needs_draft_scores(sel);
 
     p0 = window ? n_prompt - params.window : n_prompt - 1;
-    p1 = draft  ? std::min(n_prompt + params.draft_tokens - 1, n_rows) : n_prompt;
+    p1 = draft ? std::min(n_prompt + params.draft_tokens - 1, n_rows) : n_prompt;
 
     if (!window && !draft) {
         p0 = p1 = 0;
@@ -242,8 +251,8 @@ bool llama_dge::summed(llama_seq_id seq_id, int32_t n_rows) const {
     return !llama_dge_needs_sums(select_params(params)) || seqs[seq_id].n_summed >= n_rows;
 }
 
-bool llama_dge::call_select(
-        int32_t il, int32_t n_past, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) const {
+bool llama_dge::call_select(int32_t il, int32_t n_past, int32_t n, const llama_dge_ranks & ranks,
+        std::vector<llama_dge_rows> & rows) const {
     std::vector<float> scores;
     for (const auto & rank : ranks) {
         scores.insert(scores.end(), rank.begin(), rank.end());
@@ -252,7 +261,8 @@ bool llama_dge::call_select(
     std::vector<int32_t> all(scores.size());
     std::vector<int32_t> n_rows(ranks.size(), 0);
 
-    if (params.select(params.select_user_data, il, ranks.size(), n_past, n, scores.data(), all.data(), n_rows.data()) != 0) {
+    if (params.select(params.select_user_data, il, ranks.size(), n_past, n, scores.data(), all.data(), n_rows.data()) !=
+            0) {
         return false;
     }
 
@@ -261,7 +271,7 @@ bool llama_dge::call_select(
             return false;
         }
 
-        const auto begin = all.begin() + ih*n_past;
+        const auto begin = all.begin() + ih * n_past;
         rows[ih].assign(begin, begin + n_rows[ih]);
     }
 
@@ -293,7 +303,7 @@ int32_t llama_dge::map_cells(llama_seq_id seq_id, std::vector<uint32_t> & cells)
 
         auto & cell = cells[kv_cells.pos_get(i)];
         n_found += cell == std::numeric_limits<uint32_t>::max();
-        cell     = i;
+        cell = i;
     }
 
     return n_found == n ? LLAMA_DGE_OK : LLAMA_DGE_ERR_SEQ;
@@ -374,7 +384,7 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     input.params   = select_params(params);
     input.n_prompt = seq.n_prompt;
     input.n_past   = seq.n_prompt - params.window;
-    input.n_cap    = budget       - params.window;
+    input.n_cap    = budget - params.window;
     input.layers.resize(layers.size());
 
     if (params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
@@ -468,8 +478,8 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     seq.pos_min      = input.n_past;
     seq.bytes_kept   = kept_bytes(kept, n_rows - input.n_past);
     seq.kept         = std::move(kept);
-    seq.bytes_before = row_bytes()*seq.n_before;
-    seq.bytes_after  = row_bytes()*seq.n_after;
+    seq.bytes_before = row_bytes() * seq.n_before;
+    seq.bytes_after  = row_bytes() * seq.n_after;
     seq.t_score_us   = t1 - t0;
     seq.t_select_us  = t2 - t1;
     seq.t_compact_us = t3 - t2;
@@ -479,7 +489,7 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     bias_changed(seq_id);
 
     LLAMA_LOG_DEBUG("%s: seq %d: %d -> %d rows, score %.1f ms, select %.1f ms, compact %.1f ms\n", __func__, seq_id,
-            seq.n_before, seq.n_after, seq.t_score_us/1e3, seq.t_select_us/1e3, seq.t_compact_us/1e3);
+            seq.n_before, seq.n_after, seq.t_score_us / 1e3, seq.t_select_us / 1e3, seq.t_compact_us / 1e3);
 
     return LLAMA_DGE_OK;
 }
@@ -558,7 +568,7 @@ bool llama_dge_on_seq_rm(llama_dge * dge, llama_seq_id seq_id, llama_pos p0, lla
         return true;
     }
 
-    const llama_seq_id s0 = seq_id < 0 ? 0                         : seq_id;
+    const llama_seq_id s0 = seq_id < 0 ? 0 : seq_id;
     const llama_seq_id s1 = seq_id < 0 ? (llama_seq_id) dge->n_seq : seq_id + 1;
 
     const auto whole = [&](llama_seq_id s) {
@@ -627,7 +637,8 @@ bool llama_dge_may_seq_cp(
     return true;
 }
 
-bool llama_dge_on_seq_cp(llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+bool llama_dge_on_seq_cp(
+        llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
     if (!llama_dge_may_seq_cp(dge, seq_id_src, seq_id_dst, p0, p1)) {
         return false;
     }
@@ -683,9 +694,8 @@ llama_pos llama_dge_seq_pos_min(const llama_dge * dge, llama_seq_id seq_id, llam
 }
 
 bool llama_dge_any_cut(const llama_dge * dge) {
-    return dge && std::any_of(dge->seqs.begin(), dge->seqs.end(), [](const auto & seq) {
-        return seq.state == LLAMA_DGE_STATE_CUT;
-    });
+    return dge && std::any_of(dge->seqs.begin(), dge->seqs.end(),
+                          [](const auto & seq) { return seq.state == LLAMA_DGE_STATE_CUT; });
 }
 
 //

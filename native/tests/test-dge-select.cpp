@@ -12,12 +12,12 @@
 
 static int n_failed = 0;
 
-#define CHECK(cond)                                                            \
-    do {                                                                       \
-        if (!(cond)) {                                                         \
-            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #cond); \
-            n_failed++;                                                        \
-        }                                                                      \
+#define CHECK(cond)                                                                                                    \
+    do {                                                                                                               \
+        if (!(cond)) {                                                                                                 \
+            fprintf(stderr, "%s:%d: failed: %s\n", __FILE__, __LINE__, #cond);                                         \
+            n_failed++;                                                                                                \
+        }                                                                                                              \
     } while (0)
 
 static const float f_inf = std::numeric_limits<float>::infinity();
@@ -73,7 +73,7 @@ static void test_top_rows() {
     for (int it = 0; it < 200; ++it) {
         std::vector<float> s(rng() % 90 + 1);
         for (float & x : s) {
-            x = (float) (rng() % 20)*(it % 2 ? 1e30f : 1e-30f); // many ties, extreme scale
+            x = (float) (rng() % 20) * (it % 2 ? 1e30f : 1e-30f); // many ties, extreme scale
         }
         const int n = rng() % (s.size() + 1);
         CHECK(llama_dge_top_rows(s, n) == top_rows_ref(s, n));
@@ -93,7 +93,7 @@ static void test_pool() {
 
     y = x;
     llama_dge_pool(y, LLAMA_DGE_POOLING_AVG, 3);
-    const float avg[] = { 2.0f, 8.0f/3, 7.0f/3, 5.0f/3, 1.0f };
+    const float avg[] = { 2.0f, 8.0f / 3, 7.0f / 3, 5.0f / 3, 1.0f };
     for (int i = 0; i < 5; ++i) {
         CHECK(std::fabs(y[i] - avg[i]) < 1e-6f);
     }
@@ -179,28 +179,28 @@ static void test_streamingllm() {
 
 static void test_snapkv() {
     // heads choose on their own
-    auto input = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
-    input.layers[0].window = { 9, 0, 0, 8,   0, 7, 6, 0 };
-    input.layers[0].draft  = { 0, 1, 1, 0,   1, 0, 0, 1 };
+    auto input             = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
+    input.layers[0].window = { 9, 0, 0, 8, 0, 7, 6, 0 };
+    input.layers[0].draft  = { 0, 1, 1, 0, 1, 0, 0, 1 };
 
     auto kept = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 0, 3 }));
     CHECK(kept[0][1] == llama_dge_rows({ 1, 2 }));
 
     input.params.scores = LLAMA_DGE_SCORES_DRAFT;
-    kept = select_ok(input);
+    kept                = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 1, 2 }));
     CHECK(kept[0][1] == llama_dge_rows({ 0, 3 }));
 
     // both: shares of the sum are added. window 9/17 and 8/17 against draft 1/2
     input.params.scores = LLAMA_DGE_SCORES_BOTH;
-    kept = select_ok(input);
+    kept                = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 0, 2 })); // 0.529 0.5 0.5 0.471; of the equal ones the later
 
     // the draft is pooled only when asked to ...
-    input = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_DRAFT, 7, 3, 1);
+    input                    = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_DRAFT, 7, 3, 1);
     input.params.kernel_size = 3;
-    input.layers[0].draft = { 0, 9, 0, 1, 2, 0, 0 };
+    input.layers[0].draft    = { 0, 9, 0, 1, 2, 0, 0 };
     CHECK(select_ok(input)[0][0] == llama_dge_rows({ 1, 3, 4 }));
     input.params.draft_pooling = LLAMA_DGE_POOLING_MAX;
     CHECK(select_ok(input)[0][0] == llama_dge_rows({ 0, 1, 2 }));
@@ -225,17 +225,17 @@ static void test_property() {
     std::mt19937 rng(7);
     for (int it = 0; it < 300; ++it) {
         const int n_past = rng() % 60 + 1;
-        const int n_head = rng() % 4  + 1;
+        const int n_head = rng() % 4 + 1;
 
         auto input = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, n_past, rng() % (n_past + 1), n_head);
-        for (int i = 0; i < n_head*n_past; ++i) {
+        for (int i = 0; i < n_head * n_past; ++i) {
             const float special[] = { f_nan, -f_inf, f_inf, 1e30f, 0.0f };
             input.layers[0].window.push_back(rng() % 9 == 0 ? special[rng() % 5] : (float) (rng() % 1000));
         }
 
         const auto kept = select_ok(input);
         for (int ih = 0; ih < n_head; ++ih) {
-            const auto begin = input.layers[0].window.begin() + ih*n_past;
+            const auto begin = input.layers[0].window.begin() + ih * n_past;
             CHECK(kept[0][ih] == top_rows_ref(std::vector<float>(begin, begin + n_past), input.n_cap));
         }
     }
@@ -243,8 +243,8 @@ static void test_property() {
 
 static std::vector<int32_t> pyramid(int n_layer, int n_prompt, int n_past, int n_cap, int layer_budgets) {
     llama_dge_select_input input = make_input(LLAMA_DGE_POLICY_PYRAMIDKV, LLAMA_DGE_SCORES_POLICY, n_past, n_cap, 1);
-    input.n_prompt             = n_prompt;
-    input.params.layer_budgets = layer_budgets;
+    input.n_prompt               = n_prompt;
+    input.params.layer_budgets   = layer_budgets;
     input.layers.assign(n_layer, input.layers[0]);
 
     return llama_dge_policy_pyramidkv.caps(input);
@@ -264,9 +264,9 @@ static void test_pyramidkv() {
 
     for (int n_layer = 1; n_layer <= 48; ++n_layer) {
         for (int n_cap = 0; n_cap <= 130; ++n_cap) {
-            for (const int n_past : { n_cap, n_cap + 1, 3*n_cap/2 + 1, 2*n_cap, 2*n_cap + 1, 5000 }) {
-                const int n_prompt = n_past + 8;
-                const auto caps = pyramid(n_layer, n_prompt, n_past, n_cap, exact);
+            for (const int n_past : { n_cap, n_cap + 1, 3 * n_cap / 2 + 1, 2 * n_cap, 2 * n_cap + 1, 5000 }) {
+                const int  n_prompt = n_past + 8;
+                const auto caps     = pyramid(n_layer, n_prompt, n_past, n_cap, exact);
 
                 int sum = 0;
                 for (int i = 0; i < n_layer; ++i) {
@@ -274,8 +274,8 @@ static void test_pyramidkv() {
                     CHECK(caps[i] >= 0 && caps[i] <= std::max(n_past, n_cap));
                     CHECK(i == 0 || caps[i] <= caps[i - 1]);
                 }
-                CHECK(sum == n_cap*n_layer);
-                if (n_prompt < 2*n_cap) {
+                CHECK(sum == n_cap * n_layer);
+                if (n_prompt < 2 * n_cap) {
                     CHECK(caps == std::vector<int32_t>(n_layer, n_cap));
                 }
                 for (const int32_t cap : pyramid(n_layer, n_prompt, n_past, n_cap, ref)) {
@@ -314,61 +314,62 @@ static void test_adaptive() {
     CHECK(sum_of(llama_dge_adaptive_caps({ std::vector<float>(20, 1.0f), std::vector<float>(20, 1.0f) }, 10)) == 20);
 
     std::mt19937 rng(3);
-    const float special[] = { f_nan, -f_inf, f_inf, 1e30f, -1e30f, 0.0f };
+    const float  special[] = { f_nan, -f_inf, f_inf, 1e30f, -1e30f, 0.0f };
 
     for (int it = 0; it < 3000; ++it) {
-        const int n_head = rng() % 8  + 1;
+        const int n_head = rng() % 8 + 1;
         const int n_past = rng() % 40 + 1;
         const int n      = rng() % (n_past + 1);
 
         llama_dge_ranks ranks(n_head, std::vector<float>(n_past));
-        const int kind = rng() % 4;
+        const int       kind = rng() % 4;
         for (int ih = 0; ih < n_head; ++ih) {
             for (float & x : ranks[ih]) {
                 switch (kind) {
-                    case 0: x = 1.0f;                               break; // all equal
-                    case 1: x = ih == 0 ? 1e30f : 0.0f;             break; // one head takes all
-                    case 2: x = special[rng() % 6];                 break;
-                    case 3: x = (float) (rng() % 1000);             break;
+                    case 0: x = 1.0f; break;                   // all equal
+                    case 1: x = ih == 0 ? 1e30f : 0.0f; break; // one head takes all
+                    case 2: x = special[rng() % 6]; break;
+                    case 3: x = (float) (rng() % 1000); break;
                 }
             }
         }
 
         const auto caps = llama_dge_adaptive_caps(ranks, n);
-        CHECK(sum_of(caps) == n*n_head);
+        CHECK(sum_of(caps) == n * n_head);
         for (const int32_t cap : caps) {
             CHECK(cap >= 0 && cap <= n_past);
             // the floor holds unless the repair had to take from it: never by more than the rounding
-            CHECK(cap >= std::min(n/5, n_past) - n_head);
+            CHECK(cap >= std::min(n / 5, n_past) - n_head);
         }
     }
 
     // a head with more of the best scores never gets fewer rows
-    const auto caps = llama_dge_adaptive_caps({ { 1, 1, 1, 9, 9, 9, 9, 9, 9, 9 }, { 5, 5, 5, 0, 0, 0, 0, 0, 0, 0 } }, 5);
+    const auto caps =
+            llama_dge_adaptive_caps({ { 1, 1, 1, 9, 9, 9, 9, 9, 9, 9 }, { 5, 5, 5, 0, 0, 0, 0, 0, 0, 0 } }, 5);
     CHECK(sum_of(caps) == 10 && caps[0] > caps[1]);
 
-    auto input = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
+    auto input                = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
     input.params.head_budgets = LLAMA_DGE_HEAD_BUDGETS_TABLE;
     input.table               = { { 0, 9 } };
     input.layers[0].window    = { 9, 0, 0, 8, 0, 7, 6, 0 };
-    const auto kept = select_ok(input);
+    const auto kept           = select_ok(input);
     CHECK(kept[0][0].empty() && kept[0][1] == llama_dge_rows({ 0, 1, 2, 3 })); // no more than there are
 }
 
 static void test_h2o() {
     // the policy's own score is a sum over the whole prompt and is not pooled
-    auto input = make_input(LLAMA_DGE_POLICY_H2O, LLAMA_DGE_SCORES_POLICY, 5, 2, 1);
+    auto input               = make_input(LLAMA_DGE_POLICY_H2O, LLAMA_DGE_SCORES_POLICY, 5, 2, 1);
     input.params.kernel_size = 3;
     input.layers[0].window   = { 0, 9, 0, 0, 8 };
     CHECK(select_ok(input)[0][0] == llama_dge_rows({ 1, 4 }));
 
-    CHECK( llama_dge_needs_sums(input.params) && !llama_dge_needs_window_scores(input.params));
+    CHECK(llama_dge_needs_sums(input.params) && !llama_dge_needs_window_scores(input.params));
     input.params.scores = LLAMA_DGE_SCORES_DRAFT;
-    CHECK(!llama_dge_needs_sums(input.params) &&  llama_dge_needs_draft_scores(input.params));
+    CHECK(!llama_dge_needs_sums(input.params) && llama_dge_needs_draft_scores(input.params));
 }
 
 static void test_custom() {
-    auto input = make_input(LLAMA_DGE_POLICY_CUSTOM, LLAMA_DGE_SCORES_POLICY, 4, 2, 1);
+    auto input             = make_input(LLAMA_DGE_POLICY_CUSTOM, LLAMA_DGE_SCORES_POLICY, 4, 2, 1);
     input.layers[0].window = { 4, 3, 2, 1 };
 
     llama_dge_rows answer = { 1, 3 };
@@ -383,7 +384,8 @@ static void test_custom() {
     llama_dge_kept kept;
     CHECK(llama_dge_select(input, kept) && kept[0][0] == answer);
 
-    for (const llama_dge_rows & bad : { llama_dge_rows { 3, 1 }, llama_dge_rows { 1, 1 }, llama_dge_rows { -1 }, llama_dge_rows { 4 } }) {
+    for (const llama_dge_rows & bad :
+            { llama_dge_rows { 3, 1 }, llama_dge_rows { 1, 1 }, llama_dge_rows { -1 }, llama_dge_rows { 4 } }) {
         answer = bad;
         CHECK(!llama_dge_select(input, kept));
     }

@@ -4,7 +4,8 @@
 
 // StreamingLLM, arXiv 2309.17453: attention sinks and the most recent rows, whatever the scores. Rows keep their
 // original positions, as in the benchmark code of the field and unlike the paper's cache, which re-positions them.
-static llama_dge_rows llama_dge_select_streamingllm(const llama_dge_select_input & input, const std::vector<float> & rank, int32_t n) {
+static llama_dge_rows llama_dge_select_streamingllm(
+        const llama_dge_select_input & input, const std::vector<float> & rank, int32_t n) {
     (void) rank;
 
     const int32_t n_sink = std::min(input.params.sinks, n);
@@ -22,9 +23,9 @@ static llama_dge_rows llama_dge_select_streamingllm(const llama_dge_select_input
 }
 
 const llama_dge_policy_impl llama_dge_policy_streamingllm = {
-    /*.name         =*/ "streamingllm",
-    /*.needs_scores =*/ false,
-    /*.needs_sums   =*/ false,
-    /*.caps         =*/ nullptr,
-    /*.select       =*/ llama_dge_select_streamingllm,
+    /*.name         =*/"streamingllm",
+    /*.needs_scores =*/false,
+    /*.needs_sums   =*/false,
+    /*.caps         =*/nullptr,
+    /*.select       =*/llama_dge_select_streamingllm,
 };
