@@ -12,7 +12,7 @@ import pytest
 from reference import driver
 from reference.driver import Context
 from reference.forward import Reference, nmse
-from reference.policies import Settings
+from reference.policies import Settings, kept_by
 from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
@@ -394,6 +394,36 @@ def test_two_sequences_cut_in_one_decode(zoo: Zoo, new_context: ContextFactory, 
         assert nmse(logits[seq][2:], want) <= SAME
 
 
+def test_scattered_cells(zoo: Zoo, new_context: ContextFactory) -> None:
+    """Cells in pieces, out of order, between those of another sequence: the cut finds and frees the right ones."""
+    settings = {**F32, "n_ctx": 512, "n_seq_max": 3, "kv_unified": True}
+    context = new_context("g2", **settings, dge=SETTINGS.as_params())
+    other = tokens_of(150, 17)
+    # free cells in front of those that come first, so that later rows land before earlier ones
+    context.decode(tokens_of(40, 18), seq=2)
+    context.decode(TOKENS[:30])
+    context.decode(other[:50], seq=1)
+    assert context.seq_rm(2, -1, -1)
+    context.decode(TOKENS[30:60])
+    context.decode(other[50:100], seq=1)
+    context.decode(TOKENS[60:N_PROMPT])
+    assert context.arm(N_PROMPT) == driver.OK
+    got = decode_each(context, TOKENS[N_PROMPT : N_CUT + 20])[2:]
+    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_rows"] == 34 + 20
+
+    reference = Reference(zoo["g2"].weights)
+    reference.run(TOKENS[:N_CUT])
+    assert as_lists(context.kept()) == as_lists(kept_by(reference, N_PROMPT, SETTINGS))
+    reference.mask_all_but(context.kept())
+    assert nmse(got, np.concatenate([reference.step([token]) for token in TOKENS[N_CUT : N_CUT + 20]])) <= SAME
+
+    beside = Reference(zoo["g2"].weights)
+    beside.run(other[:100])
+    assert nmse(context.decode(other[100:], seq=1), beside.run(other[100:])) <= SAME
+    # nothing leaked: all cells but those of the two sequences are free
+    assert context.poison(driver.LARGE_F16) == 512 - (34 + 20) - 150
+
+
 # states
 
 
@@ -627,7 +657,13 @@ def test_return_codes(new_context: ContextFactory) -> None:
 
 
 BAD_PARAMS: list[dict[str, Any]] = [
-    {"policy": 2},
+    {"policy": 99},
+    {"policy": 4},  # without its callback
+    {"layer_budgets": 2},
+    {"layer_budgets": -1},
+    {"head_budgets": 3},
+    {"head_budgets": -1},
+    {"head_budgets": 2},  # without its table
     {"policy": -1},
     {"scores": 3},
     {"scores": -1},

@@ -86,6 +86,14 @@ class Reference:
                 hidden[ih, np.asarray(positions, dtype=np.int64)] = False
             self._hidden[il] = hidden
 
+    def truncate(self, n: int) -> None:
+        """Forget every row from position n on."""
+        self.q = [rows[:n] for rows in self.q]
+        self.k = [rows[:n] for rows in self.k]
+        self.v = [rows[:n] for rows in self.v]
+        self._hidden = [hidden[:, :n] for hidden in self._hidden]
+        self._minima = [rows[:n] for rows in self._minima]
+
     def run(self, tokens: Sequence[int], n_ubatch: int = 512, n_batch: int = 512) -> Float:
         """Evaluate tokens in the pieces in which the library does; returns the logits of all of them."""
         pieces = []
