@@ -169,7 +169,7 @@ def test_answer_that_ends_inside_the_draft(new_llm: LlamaFactory, max_tokens: in
         assert llm.dge_stats.state == "cut"
 
 
-def test_eos_inside_the_draft(new_llm: LlamaFactory) -> None:
+def test_stop_string_inside_the_draft(new_llm: LlamaFactory) -> None:
     """The answer ends by a stop string in its first token: no cut."""
     llm = new_llm(SETTINGS)
     first = text_of(llm, PROMPT, 1)
@@ -245,6 +245,17 @@ def test_off_is_stock(new_llm: LlamaFactory) -> None:
         llm, stock = new_llm(dge), new_llm(cls=llama_cpp.Llama)
         assert greedy(llm, PROMPT, 40) == greedy(stock, PROMPT, 40)
         assert llm.dge_stats is None and not llm.dge_enabled
+
+
+def test_nothing_is_printed(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None:
+    llm = Llama(str(zoo["g2"].path), dge=SETTINGS, n_ctx=512, n_threads=1, verbose=False)
+    for prompt in (PROMPT, tokens_of(120, 9)):
+        greedy(llm, prompt, 10)
+        assert llm.dge_stats.state == "cut"
+    llm.reset()
+    llm.close()
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
 
 
 # what else llama_cpp.Llama can do
