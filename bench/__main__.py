@@ -109,8 +109,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "arms": loaded,
         }
         rounds: list[dict[str, Any]] = []
-        for plan in todo:
-            for index in range(args.rounds or (1 if args.quick else 3)):
+        # all lengths once, then again: whatever is there when it is stopped covers all of them
+        for index in range(args.rounds or (1 if args.quick else 3)):
+            for plan in todo:
                 lock.take()
                 start = time.monotonic()
                 rounds.append(run_round(arms, plan, loaded[OFF]["n_vocab"], index))
