@@ -424,6 +424,23 @@ def test_scattered_cells(zoo: Zoo, new_context: ContextFactory) -> None:
     assert context.poison(driver.LARGE_F16) == 512 - (34 + 20) - 150
 
 
+def test_rows_move_to_the_first_cells(zoo: Zoo, new_context: ContextFactory) -> None:
+    """Cells that come first are kept, wherever the rows were: what attention reads shrinks."""
+    context = new_context("g2", **F32, n_ctx=512, n_seq_max=2, kv_unified=True, dge=SETTINGS.as_params())
+    context.decode(tokens_of(300, 18), seq=1)
+    context.decode(TOKENS[:60])
+    assert context.seq_rm(1, -1, -1)
+    context.decode(TOKENS[60:N_PROMPT])
+    assert context.info()["n_kv"] == 512
+    assert context.arm(N_PROMPT) == driver.OK
+    got = decode_each(context, TOKENS[N_PROMPT : N_CUT + 20])[2:]
+    assert context.info()["n_kv"] == 256
+    reference = Reference(zoo["g2"].weights)
+    reference.run(TOKENS[:N_CUT])
+    reference.mask_all_but(context.kept())
+    assert nmse(got, np.concatenate([reference.step([token]) for token in TOKENS[N_CUT : N_CUT + 20]])) <= SAME
+
+
 # states
 
 
