@@ -175,8 +175,7 @@ def test_run_samples_reproducibly(run: Callable[..., tuple[int, str, str]], mode
         (["--budget", "5"], "window=8: must be at most budget=5"),
         (["--budget", "0"], "budget=0: must be"),
         (["--budget", "1.5"], "budget=1.5: a float is a share"),
-        (["--policy", "h2o"], 'policy="h2o" is not implemented yet'),
-        (["--policy", "nope"], "policy='nope': must be"),
+        (["--policy", "streamingllm", "--head-budgets", "adaptive"], 'head_budgets="adaptive": needs a policy'),
         (["--kernel-size", "4"], "kernel_size=4: must be odd"),
         (["--policy", "streamingllm", "--sinks", "1020"], "sinks=1020: "),
         (["--full", "--budget", "64", "--draft-tokens", "3"], "--full excludes --budget, --draft-tokens"),
@@ -232,6 +231,7 @@ def test_unknown_model(run: Callable[..., tuple[int, str, str]], command: str) -
         ["run", "m", "--temp", "nan"],
         ["run", "m", "--seed", "0"],  # llama_cpp.Llama would take it for "at random"
         ["run", "m", "--scores", "nope"],
+        ["run", "m", "--policy", "nope"],
         ["run", "m", "--type-k", "q3_k"],
         ["run", "m", "--threads", "0"],
         ["models"],
@@ -300,18 +300,19 @@ def test_demo(run: Callable[..., tuple[int, str, str]], model: str) -> None:
     assert status == 0
     lines = out.splitlines()
     assert lines[1].startswith("Settings    snapkv, scores=draft") and "budget=64" in lines[1]
-    assert lines[2] == f"Question    {FACTS[3].question} ..."
+    assert lines[2] == f"Question    {FACTS[1].question} ..."
     # the answers of a random model are wrong
-    assert lines[3].startswith("Full cache  ") and lines[3].endswith("[wrong: it is violin]")
-    assert lines[4].startswith("Eviction    ") and lines[4].endswith("[wrong: it is violin]")
-    table = [re.split(r"  +", line.strip()) for line in lines[6:]]
+    assert lines[3].startswith("Full cache  ") and lines[3].endswith(f"[wrong: it is {FACTS[1].answer}]")
+    assert lines[4].startswith("Eviction    ") and lines[4].endswith(f"[wrong: it is {FACTS[1].answer}]")
+    assert lines[5].strip().startswith("the first 4 tokens come from the full cache in any case: ")
+    table = [re.split(r"  +", line.strip()) for line in lines[7:]]
     assert table[0] == ["full cache", "eviction"]
     cells = {row[0]: row[1:] for row in table[1:]}
     full_rows, rows = (int(cell.replace(",", "")) for cell in cells["rows per layer and KV head"])
-    n_prompt = len(DOCUMENT) + len(FACTS[3].question) + 3  # BOS, two newlines
+    n_prompt = len(DOCUMENT) + len(FACTS[1].question) + 3  # BOS, two newlines
     assert full_rows == n_prompt + demo.MAX_TOKENS - 1
     assert rows == 64 + demo.MAX_TOKENS - 1
-    assert {len(line) for line in lines[6:]} == {56}
+    assert {len(line) for line in lines[7:]} == {56}
 
 
 @pytest.mark.usefixtures("short_demo")
@@ -330,7 +331,11 @@ def test_demo_with_too_long_a_document(run: Callable[..., tuple[int, str, str]],
 def test_demo_with_the_real_model(run: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = run("demo")
     assert status == 0
-    assert "Full cache  violin." in out
+    # the whole answer, most of it read from the rows that the cut left; the recent rows alone do not hold it
+    assert f"Full cache  {FACTS[1].answer}.    [right]" in out
+    assert f"Eviction    {FACTS[1].answer}.    [right]" in out
+    status, out, _ = run("demo", "--policy", "streamingllm")
+    assert status == 0 and f"Eviction    {FACTS[1].answer}" not in out
 
 
 def test_chronicle() -> None:

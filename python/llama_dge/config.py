@@ -220,9 +220,7 @@ class DGEConfig:
                 'with policy="streamingllm"'
             )
 
-    def _check_choice(
-        self, field: str, allowed: Sequence[str], planned: Sequence[str] = (), other: str = ""
-    ) -> None:
+    def _check_choice(self, field: str, allowed: Sequence[str], planned: Sequence[str] = (), other: str = "") -> None:
         value = getattr(self, field)
         choices = " or ".join(f'"{choice}"' for choice in allowed)
         if isinstance(value, str) and value in planned:

@@ -65,14 +65,15 @@ class Fact:
         return f"{self.question} {self.answer}."
 
 
-#: Facts of the document, in the order in which they appear.
+#: Facts of the document, in the order in which they appear. The answers are longer than a draft of two tokens, which
+#: comes from the full cache: their ends have to be read from what the cut left.
 FACTS = (
-    Fact("The blacksmith Orlan Pask named his white horse", "Juniper"),
-    Fact("The lighthouse keeper Bettany Crowe was born in the village of", "Sedgemoor"),
-    Fact("Widow Hanley's parrot could say only one word, and that word was", "pumpkin"),
-    Fact("The mayor's silver key was hidden inside a", "violin"),
-    Fact("The ship that brought the organ to the town was called the", "Marigold"),
-    Fact("The favourite colour of the painter Lucan Dree was", "turquoise"),
+    Fact("The blacksmith Orlan Pask named his three horses", "Juniper, Comet and Saffron"),
+    Fact("The lighthouse keeper Bettany Crowe kept in her trunk", "a brass telescope, two maps and a jar of plums"),
+    Fact("Widow Hanley's parrot could say only the words", "rain before supper"),
+    Fact("The mayor's silver key was found by a boy named", "Peregrine Tull of Gander Street"),
+    Fact("The ship that brought the organ to the town was called", "the Marigold of Tamsin Bay"),
+    Fact("The painter Lucan Dree mixed his favourite colour from", "walnut oil and crushed shells"),
 )
 
 

@@ -78,9 +78,8 @@ def _budget(text: str) -> int | float:
         raise argparse.ArgumentTypeError(f"{text!r} is neither rows (512) nor a share of the prompt (0.25)") from None
 
 
-def add_dge_options(parser: argparse.ArgumentParser) -> None:
-    """Add one option per setting that shapes the cut; those that are not given keep the defaults of `DGEConfig`."""
-    default = DGEConfig()
+def add_dge_options(parser: argparse.ArgumentParser, default: DGEConfig) -> None:
+    """Add one option per setting that shapes the cut; the help shows the values of `default`."""
     group = parser.add_argument_group("eviction")
 
     def add(name: str, text: str, **kwargs: Any) -> None:
@@ -109,10 +108,10 @@ def given_dge_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def dge_config(**settings: Any) -> DGEConfig:
-    """Make settings; raises CLIError."""
+def dge_config(default: DGEConfig, given: dict[str, Any]) -> DGEConfig:
+    """Change settings; raises CLIError."""
     try:
-        return DGEConfig(**settings)
+        return dataclasses.replace(default, **given)
     except (ValueError, NotImplementedError) as error:
         raise CLIError(str(error)) from error
 
@@ -155,13 +154,13 @@ def tokenize(vocabulary: LlamaModel, text: str, add_bos: bool | None = None) -> 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer and what it took.
+    """An answer, in one piece per token, and what it took.
 
     Seconds are wall-clock time, `decode_seconds` without the cut. `n_decoded` does not count the first token, which
     the prefill gives. `n_rows` are per layer and KV head, `n_kv` those that attention reads; both at the end.
     """
 
-    text: str
+    pieces: tuple[str, ...]
     n_prompt: int
     n_decoded: int
     prefill_seconds: float
@@ -169,6 +168,11 @@ class Answer:
     n_rows: int
     n_kv: int
     stats: DGEStats | None
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(self.pieces)
 
     @property
     def prefill_speed(self) -> float:
@@ -260,7 +264,7 @@ def answer(
     n_kv = min(-(-llm.n_tokens // 256) * 256, llm.n_ctx())
     cut_seconds = stats.seconds if stats is not None else 0.0
     return Answer(
-        text="".join(pieces),
+        pieces=tuple(pieces),
         n_prompt=len(tokens),
         n_decoded=n_yielded - 1,
         prefill_seconds=first - start,

@@ -24,7 +24,8 @@ from ._common import (
 )
 
 MODEL = "smollm2-135m"
-BUDGET = 512
+# With the paper's two draft tokens and no pooling this small model loses most of the facts, at any of these budgets.
+DEFAULT = DGEConfig(budget=256, draft_tokens=4, draft_pooling="max")
 N_CTX = 4096
 MAX_TOKENS = 24
 
@@ -38,16 +39,16 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", default=MODEL, help=f"GGUF file or model's name ({MODEL})")
     parser.add_argument(
-        "--fact", type=int, choices=range(1, len(FACTS) + 1), default=4, help="which fact is asked for, in order (4)"
+        "--fact", type=int, choices=range(1, len(FACTS) + 1), default=2, help="which fact is asked for, in order (2)"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
-    add_dge_options(parser)
+    add_dge_options(parser, DEFAULT)
     add_verbose(parser)
     parser.set_defaults(command_function=_demo)
 
 
 def _demo(args: argparse.Namespace) -> int:
-    config = dge_config(**{"budget": BUDGET, **given_dge_options(args)})
+    config = dge_config(DEFAULT, given_dge_options(args))
     progress = Progress(args.verbose)
     path = model_path(args.model, progress)
     fact = FACTS[args.fact - 1]
@@ -72,6 +73,8 @@ def _demo(args: argparse.Namespace) -> int:
     for label, result in (("Full cache", full), ("Eviction", cut)):
         right = result.text.strip().lower().startswith(fact.answer.lower())
         print(f"{label:<12}{_first_sentence(result.text)}    [{'right' if right else f'wrong: it is {fact.answer}'}]")
+    draft = "".join(cut.pieces[: config.draft_tokens]).strip()
+    print(f"            the first {config.draft_tokens} tokens come from the full cache in any case: {draft}")
     print()
     _print_table(full, cut, cut.stats)
     return 0

@@ -10,6 +10,7 @@ from typing import Any
 from llama_cpp._internals import LlamaModel
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
+from ..config import DGEConfig
 from ._common import (
     CACHE_TYPES,
     Answer,
@@ -73,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         )
     parser.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads (half of the cores to decode)")
     parser.add_argument("--full", action="store_true", help="keep the full cache")
-    add_dge_options(parser)
+    add_dge_options(parser, DGEConfig())
     add_verbose(parser)
     parser.set_defaults(command_function=_run)
 
@@ -82,7 +83,7 @@ def _run(args: argparse.Namespace) -> int:
     given = given_dge_options(args)
     if args.full and given:
         raise CLIError(f"--full excludes {', '.join('--' + name.replace('_', '-') for name in given)}")
-    config = None if args.full else dge_config(**given)
+    config = None if args.full else dge_config(DGEConfig(), given)
     prompt = _read_prompt(args)
     progress = Progress(args.verbose)
     path = model_path(args.model, progress)
