@@ -17,26 +17,46 @@ INF = float("inf")
 
 INTEGER_FIELDS = {"draft_tokens": 1, "window": 1, "kernel_size": 1, "sinks": 0}
 CHOICES = {
-    "policy": ("snapkv", "streamingllm"),
+    "policy": ("snapkv", "pyramidkv", "h2o", "streamingllm"),
     "scores": ("draft", "policy", "both"),
     "draft_pooling": ("none", "max", "avg"),
     "pooling": ("max", "avg"),
-    "layer_budgets": ("exact",),
-    "head_budgets": ("uniform",),
+    "layer_budgets": ("exact", "reference"),
+    "head_budgets": ("uniform", "adaptive"),
     "new_turn": ("reprefill", "append"),
 }
-NOT_INTEGERS = [True, False, 1.0, 2.5, NAN, INF, "8", None, [8], b"8", 2**31, 2**63, -(2**31) - 1, 10**30]
+MAX_ROWS = 2**24
+NOT_INTEGERS = [True, False, 1.0, 2.5, NAN, INF, "8", None, [8], b"8", -(2**31) - 1]
+TOO_LARGE = [MAX_ROWS + 1, 2**31, 2**63, 10**30]
+
+
+class Policy:
+    """The smallest policy of one's own; equal ones are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def select(self, scores: Any, n_rows: int, layer: int) -> Any:
+        return [[]] * len(scores)
 
 
 def _bad_values() -> list[tuple[str, Any]]:
     bad: list[tuple[str, Any]] = []
     for field, least in INTEGER_FIELDS.items():
-        bad += [(field, value) for value in [least - 1, -1, *NOT_INTEGERS]]
-    bad += [("kernel_size", value) for value in (2, 4, 100)]
+        bad += [(field, value) for value in [least - 1, -1, *NOT_INTEGERS, *TOO_LARGE]]
+    bad += [("kernel_size", value) for value in (2, 4, 100, MAX_ROWS)]
     for field in CHOICES:
         bad += [(field, value) for value in ("", "nope", "SNAPKV", None, 0, 1, True, NAN, {})]
     bad += [("budget", value) for value in (0, -1, 0.0, -0.5, 1.0001, 512.0, NAN, INF, -INF, True, False, "512", None)]
-    bad += [("budget", value) for value in ([512], 2**31, 2**63, 10**30, np.float32("nan"), np.bool_(True), 1j)]
+    bad += [("budget", value) for value in ([512], np.float32("nan"), np.bool_(True), 1j, *TOO_LARGE)]
+    # tables that are none: empty, of one dimension, of three, and with something else than ints in it
+    bad += [("head_budgets", value) for value in ([], [[]], [[64], []], [64, 64], 64, 0.5, [[[64]]], [64, [64]])]
+    bad += [("head_budgets", [[64, value]]) for value in NOT_INTEGERS if not isinstance(value, int) or value is True]
+    bad += [("head_budgets", value) for value in (np.full((2, 2), 64.0), np.full(4, 64), np.full((2, 2), True))]
+    bad += [("policy", value) for value in (object(), b"snapkv", ["snapkv"], {"snapkv"}, Policy)]
     bad += [("strict", value) for value in (0, 1, None, "yes", NAN)]
     return bad
 
@@ -81,25 +101,36 @@ def test_settings_that_do_not_fit_together(settings: dict[str, Any], field: str)
         DGEConfig(**settings)
 
 
+def test_planned_settings_say_what_works() -> None:
+    with pytest.raises(NotImplementedError, match=r"^new_turn.*not implemented yet; ") as caught:
+        DGEConfig(new_turn="restore")
+    for choice in CHOICES["new_turn"]:
+        assert f'"{choice}"' in str(caught.value)
+
+
 @pytest.mark.parametrize(
-    "settings",
+    "settings, allowed",
     [
-        {"policy": "h2o"},
-        {"policy": "pyramidkv"},
-        {"layer_budgets": "reference"},
-        {"head_budgets": "adaptive"},
-        {"head_budgets": np.full((2, 2), 64)},
-        {"head_budgets": [[64, 64]]},
-        {"new_turn": "restore"},
+        # the window is included, and the sinks where there are some
+        ({"head_budgets": [[64, 7]]}, "8 .. "),
+        ({"head_budgets": [[64, 64], [0, 64]]}, "8 .. "),
+        ({"head_budgets": [[64, -5]]}, "8 .. "),
+        ({"head_budgets": [[64, MAX_ROWS + 1]]}, f" .. {MAX_ROWS}"),
+        ({"head_budgets": [[64, 10**30]]}, f" .. {MAX_ROWS}"),
+        ({"head_budgets": [[64, 31]], "window": 32}, "32 .. "),
+        ({"head_budgets": [[64, 11]], "policy": "streamingllm"}, "12 .. "),
+        ({"head_budgets": [[64, 8]], "policy": "streamingllm", "sinks": 1}, "9 .. "),
+        # rows are ranked by scores, or by the policy itself
+        ({"head_budgets": "adaptive", "policy": "streamingllm"}, "snapkv"),
+        ({"head_budgets": "adaptive", "policy": Policy()}, "snapkv"),
+        ({"head_budgets": [[64]], "policy": Policy()}, "policy"),
     ],
     ids=str,
 )
-def test_planned_settings_say_what_works(settings: dict[str, Any]) -> None:
-    (field,) = settings
-    with pytest.raises(NotImplementedError, match=f"^{field}.*not implemented yet; ") as caught:
+def test_head_budgets_that_do_not_fit(settings: dict[str, Any], allowed: str) -> None:
+    with pytest.raises(ValueError, match=r"^head_budgets") as caught:
         DGEConfig(**settings)
-    for choice in CHOICES[field]:
-        assert f'"{choice}"' in str(caught.value)
+    assert allowed in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +139,8 @@ def test_planned_settings_say_what_works(settings: dict[str, Any]) -> None:
         {},
         {"budget": 1, "window": 1},
         {"budget": 8},
-        {"budget": 2**28},
+        {"budget": MAX_ROWS},
+        {"kernel_size": MAX_ROWS - 1, "draft_tokens": MAX_ROWS, "sinks": MAX_ROWS},
         {"budget": 1.0},
         {"budget": 1e-6},
         {"budget": 0.01, "window": 500},  # the share is resolved per prompt
@@ -117,6 +149,14 @@ def test_planned_settings_say_what_works(settings: dict[str, Any]) -> None:
         {"policy": "snapkv", "budget": 8, "sinks": 4},  # sinks are StreamingLLM's
         {"kernel_size": 1},
         {"draft_tokens": 1},
+        {"policy": "h2o", "scores": "policy", "head_budgets": "adaptive"},
+        {"policy": "pyramidkv", "layer_budgets": "reference", "head_budgets": "adaptive"},
+        {"policy": "snapkv", "layer_budgets": "reference"},  # layer_budgets are PyramidKV's
+        {"head_budgets": ((8, MAX_ROWS), (64, 65))},
+        {"head_budgets": ((12,),), "policy": "streamingllm"},
+        {"head_budgets": ((64, 64),), "budget": 8},  # the table takes the place of the budget
+        {"head_budgets": ((64,), (64, 64))},  # layers of a model may differ in their number of heads
+        {"policy": Policy(), "scores": "both"},
         *({field: choice} for field, choices in CHOICES.items() for choice in choices),
     ],
     ids=str,
@@ -138,6 +178,29 @@ def test_numpy_scalars_become_python_numbers(given: Any, stored: Any) -> None:
     config = DGEConfig(budget=given, window=np.int32(4))
     assert config.budget == stored and type(config.budget) is type(stored)
     assert type(config.window) is int
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[[64, 65], [66, 67]], np.array([[64, 65], [66, 67]]), [np.array([64, 65], np.uint8), (np.int16(66), 67)]],
+    ids=["list", "array", "mixed"],
+)
+def test_head_budgets_become_tuples(given: Any) -> None:
+    """So that settings can be compared, hashed and pickled, and do not change with the array."""
+    config = DGEConfig(head_budgets=given)
+    assert config.head_budgets == ((64, 65), (66, 67))
+    assert all(type(n) is int for heads in config.head_budgets for n in heads)  # type: ignore[union-attr]
+    assert config == DGEConfig(head_budgets=((64, 65), (66, 67))) and isinstance(hash(config), int)
+    given[0][0] = 9
+    assert config.head_budgets == ((64, 65), (66, 67))
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+
+
+def test_message_of_a_table_is_short() -> None:
+    """A table of a real model has hundreds of entries."""
+    with pytest.raises(ValueError, match=r"^head_budgets") as caught:
+        DGEConfig(head_budgets=[[64] * 8] * 31 + [[3] * 8])
+    assert len(str(caught.value)) < 300
 
 
 def test_defaults() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -31,11 +31,36 @@ SCORES = {"draft": 0, "policy": 1, "both": 2}
 POOLINGS = {"none": 0, "max": 1, "avg": 2}
 LAYER_BUDGETS = {"exact": 0, "reference": 1}
 HEAD_BUDGETS = {"uniform": 0, "adaptive": 1, "table": 2}
+ENUMS = {
+    "policy": POLICIES,
+    "scores": SCORES,
+    "pooling": POOLINGS,
+    "draft_pooling": POOLINGS,
+    "layer_budgets": LAYER_BUDGETS,
+    "head_budgets": HEAD_BUDGETS,
+}
 
 NAN_F16 = 0x7E00
 LARGE_F16 = 0x6BCD  # 3994 in f16, 4.9e26 in bf16: finite, and far from every value of the models
 
 Logits = npt.NDArray[np.float32]
+
+
+# choice of one layer's rows: select(layer, n, scores [n_head_kv, n_past], rows [n_head_kv, n_past], n_rows [n_head_kv])
+Select = Callable[[int, int, npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.int32]], int]
+_I32_P, _F32_P = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_float)
+_SELECT = ctypes.CFUNCTYPE(
+    ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int32] * 4, _F32_P, _I32_P, _I32_P
+)  # llama_dge_select_callback
+
+
+def _raw_select(function: Select) -> Any:
+    def call(_: Any, il: int, n_head: int, n_past: int, n: int, scores: Any, rows: Any, n_rows: Any) -> int:
+        as_array = np.ctypeslib.as_array
+        shape = (n_head, n_past)
+        return function(il, n, as_array(scores, shape), as_array(rows, shape), as_array(n_rows, (n_head,)))
+
+    return _SELECT(call)
 
 
 class Params(ctypes.Structure):
@@ -169,6 +194,7 @@ class Context:
         type_v: str = "f16",
         n_seq_max: int = 1,
         kv_unified: bool = True,
+        n_threads: int = 1,
         dge: dict[str, Any] | None = None,
     ) -> None:
         self.api = llama()
@@ -177,8 +203,8 @@ class Context:
         params = self.api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
         params.n_seq_max, params.kv_unified = n_seq_max, kv_unified
-        # one thread: bitwise comparisons must not depend on how work is split
-        params.n_threads = params.n_threads_batch = 1
+        # one thread by default: bitwise comparisons must not depend on how work is split
+        params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = 1 if flash_attn else 0
         params.type_k, params.type_v = GGML_TYPES[type_k], GGML_TYPES[type_v]
         self.handle = self.api.llama_init_from_model(model.handle, params)
@@ -186,6 +212,7 @@ class Context:
             raise RuntimeError("cannot create the context")
         self._batch = self.api.llama_batch_init(max(n_batch, 64), 0, 1)
         self._abort: Any = None
+        self._select: Any = None
         self.rc = 0
         if dge is not None:
             self.enable(**dge)
@@ -296,14 +323,24 @@ class Context:
     # eviction
 
     def enable(self, check: bool = True, **settings: Any) -> int:
-        """llama_dge_enable() with names for the enums; fields that are not given keep the default."""
+        """llama_dge_enable() with names for the enums; fields that are not given keep the default.
+
+        A `table` is given as [layer][head] and sets n_table, too; `select` as a `Select`.
+        """
         lib = dge_library()
         params = lib.llama_dge_default_params()
         for name, value in settings.items():
-            names = {"policy": POLICIES, "scores": SCORES, "pooling": POOLINGS, "draft_pooling": POOLINGS}.get(name, {})
             if not hasattr(params, name):
                 raise TypeError(f"llama_dge_params has no field {name}")
-            setattr(params, name, names.get(value, value) if isinstance(value, str) else value)
+            if name == "table":
+                flat = [n for heads in value for n in heads]
+                params.table, params.n_table = (ctypes.c_int32 * len(flat))(*flat), len(flat)
+            elif name == "select":
+                # the library calls it as long as it is enabled
+                self._select = _raw_select(value)
+                params.select = ctypes.cast(self._select, ctypes.c_void_p)
+            else:
+                setattr(params, name, ENUMS.get(name, {}).get(value, value) if isinstance(value, str) else value)
         rc = int(lib.llama_dge_enable(self.handle, ctypes.byref(params)))
         if check and rc != OK:
             raise RuntimeError(f"llama_dge_enable: {self.status(rc)}")

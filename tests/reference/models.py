@@ -157,8 +157,8 @@ def write_gguf(model: TinyModel, path: Path) -> Path:
     return path
 
 
-#: The models of the tests: group sizes 1, 2, 3 and 8, both head sizes, and one of a single layer, in which the K and V
-#: of a row depend on the row's own token alone.
+#: The models of the tests: group sizes 1, 2, 3 and 8, both head sizes, one of a single layer, in which the K and V
+#: of a row depend on the row's own token alone, and one with layers enough for a pyramid.
 ZOO = {
     spec.name: spec
     for spec in (
@@ -167,5 +167,6 @@ ZOO = {
         ModelSpec("g3", n_layer=2, n_head=6, n_head_kv=2, head_size=64),
         ModelSpec("g8", n_layer=2, n_head=16, n_head_kv=2, head_size=32),
         ModelSpec("one", n_layer=1, n_head=4, n_head_kv=2, head_size=64),
+        ModelSpec("deep", n_layer=7, n_head=4, n_head_kv=2, head_size=32),
     )
 }

@@ -30,9 +30,15 @@ class Settings:
     draft_tokens: int = 2
     window: int = 8
     sinks: int = 4
+    layer_budgets: str = "exact"
+    head_budgets: str = "uniform"
+    table: tuple[tuple[int, ...], ...] = ()
 
     def as_params(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        params = dict(self.__dict__)
+        if not self.table:
+            del params["table"]
+        return params
 
 
 def attention(q: Float, k: Float, first: int, stop: int) -> Float:
