@@ -49,8 +49,11 @@ void llm_graph_input_dge::set_input(const llama_ubatch * ubatch) {
 
         ggml_backend_tensor_set(weights, data.data(), 0, ggml_nbytes(weights));
 
-        const auto cells = dge->sum_keep(*ubatch, keep->ne[0], keep->ne[2]);
-        ggml_backend_tensor_set(keep, cells.data(), 0, ggml_nbytes(keep));
+        const auto cells_data = dge->sum_cells(*ubatch, cells->ne[0], cells->ne[2]);
+        ggml_backend_tensor_set(cells, cells_data.data(), 0, ggml_nbytes(cells));
+
+        const auto keep_data = dge->sum_keep(*ubatch, keep->ne[0], keep->ne[2]);
+        ggml_backend_tensor_set(keep, keep_data.data(), 0, ggml_nbytes(keep));
 
         dge->sum_begin(*ubatch, data);
     }
@@ -141,6 +144,7 @@ void llama_dge_build_attn(llama_dge * dge, llm_graph_result * res, const llama_u
     if (sums) {
         if (!inp.weights) {
             inp.weights = llama_dge_new_input(res->get_ctx(), GGML_TYPE_F32, "dge_inp_weights", ubatch.n_tokens);
+            inp.cells   = llama_dge_new_input(res->get_ctx(), GGML_TYPE_I32, "dge_inp_cells", k->ne[2], k->ne[3]);
             inp.keep    = llama_dge_new_input(res->get_ctx(), GGML_TYPE_F32, "dge_inp_keep", k->ne[2], k->ne[3]);
         }
 

@@ -23,6 +23,7 @@ public:
     ggml_tensor * src     = nullptr; // I32 [n_rows]              rows of Q
     ggml_tensor * dst     = nullptr; // I64 [n_rows]              slots of the ring
     ggml_tensor * weights = nullptr; // F32 [n_tokens]            of each row in the sums
+    ggml_tensor * cells   = nullptr; // I32 [n_kv, 1, n_stream]   to read K from
     ggml_tensor * keep    = nullptr; // F32 [n_kv, 1, n_stream]   0: the cell is new or free, its old sum does not count
 };
 

@@ -103,6 +103,10 @@ struct llama_dge {
     void capture_begin(const std::vector<capture_row> & rows);
     void sum_begin(const llama_ubatch & ubatch, const std::vector<float> & weights);
 
+    // [n_stream][n_kv] cells to read K from: those in use, and one of these in place of each free one, since what a free
+    // cell holds may be no number
+    std::vector<int32_t> sum_cells(const llama_ubatch & ubatch, int64_t n_kv, int64_t n_stream) const;
+
     // [n_stream][n_kv] 1: the cell is older than the ubatch, 0: it is new, or free
     std::vector<float> sum_keep(const llama_ubatch & ubatch, int64_t n_kv, int64_t n_stream) const;
 
@@ -119,7 +123,11 @@ struct llama_dge {
     // cut
     //
 
+    // a prompt that is not longer is not cut
     int32_t resolve_budget(int32_t n_prompt) const;
+
+    // what is reported: with a table the mean over layers and heads
+    int32_t mean_budget(int32_t budget) const;
 
     // positions of the queries that the scores of a prompt of n_prompt rows need, [p0, p1)
     void needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0, llama_pos & p1) const;

@@ -130,7 +130,7 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
         llama_dge_state_check(dst >= 0 && (uint32_t) dst < dge->n_seq, "a sequence out of range");
         llama_dge_state_check(head.pos_min >= 0 && head.pos_min < head.n_prompt && head.boundary == head.n_prompt - 1 &&
                                       head.n_before == head.n_prompt + head.n_draft && head.n_draft >= 0 &&
-                                      n_cap >= 0 && n_cap < head.pos_min &&
+                                      n_cap >= 0 && n_cap <= head.pos_min &&
                                       (uint32_t) head.n_after <= dge->kv.get_size(),
                 "damaged counts");
 

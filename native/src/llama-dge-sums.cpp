@@ -81,12 +81,10 @@ void llama_dge_build_sums(llama_dge & dge, const llama_dge_layer & layer, llm_gr
     for (int64_t h0 = 0; h0 < n_head_kv; h0 += blk.n_head) {
         const int64_t nh = std::min(blk.n_head, n_head_kv - h0);
 
-        ggml_tensor * kh =
-                ggml_view_4d(ctx, k, n_embd, nh, n_kv, n_stream, k->nb[1], k->nb[2], k->nb[3], h0 * k->nb[1]);
-        if (kh->type != GGML_TYPE_F32) {
-            kh = ggml_cast(ctx, kh, GGML_TYPE_F32);
-        }
-        kh = ggml_permute(ctx, kh, 0, 2, 1, 3); // [n_embd, n_kv, nh, n_stream]
+        // F32 whatever the cache's type, as for the other scores
+        ggml_tensor * kh = ggml_view_3d(ctx, k, n_embd * nh, n_kv, n_stream, k->nb[2], k->nb[3], h0 * k->nb[1]);
+        kh               = ggml_get_rows(ctx, kh, ggml_reshape_2d(ctx, inp.cells, n_kv, n_stream));
+        kh = ggml_view_4d(ctx, kh, n_embd, n_kv, nh, n_stream, kh->nb[1], n_embd * sizeof(float), kh->nb[2], 0);
 
         ggml_tensor * sum = nullptr;
 
@@ -154,6 +152,22 @@ std::vector<float> llama_dge::sum_plan(const llama_ubatch & ubatch) const {
     }
 
     return weights;
+}
+
+std::vector<int32_t> llama_dge::sum_cells(const llama_ubatch & ubatch, int64_t n_kv, int64_t n_stream) const {
+    std::vector<int32_t> res(n_kv * n_stream);
+
+    const uint32_t s0 = stream_begin(ubatch);
+
+    for (int64_t s = 0; s < n_stream; ++s) {
+        const auto & cells = kv.v_cells[s0 + s];
+
+        for (int64_t j = 0; j < n_kv; ++j) {
+            res[s * n_kv + j] = cells.is_empty(j) ? cells.used_min() : j;
+        }
+    }
+
+    return res;
 }
 
 std::vector<float> llama_dge::sum_keep(const llama_ubatch & ubatch, int64_t n_kv, int64_t n_stream) const {

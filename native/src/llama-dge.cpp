@@ -10,6 +10,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 
 //
@@ -219,6 +220,14 @@ int32_t llama_dge::resolve_budget(int32_t n_prompt) const {
     }
 
     return params.budget;
+}
+
+int32_t llama_dge::mean_budget(int32_t budget) const {
+    if (params.head_budgets != LLAMA_DGE_HEAD_BUDGETS_TABLE) {
+        return budget;
+    }
+
+    return (int32_t) std::lround(std::accumulate(table.begin(), table.end(), 0.0) / table.size());
 }
 
 void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0, llama_pos & p1) const {
@@ -471,7 +480,7 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
     seq.state        = LLAMA_DGE_STATE_CUT;
     seq.n_draft      = n_rows - seq.n_prompt;
-    seq.budget       = budget;
+    seq.budget       = mean_budget(budget);
     seq.n_before     = n_rows;
     seq.n_after      = n_rows - input.n_past + n_cap;
     seq.boundary     = seq.n_prompt - 1;
@@ -660,7 +669,8 @@ bool llama_dge_on_seq_cp(
 
 void llama_dge_on_seq_keep(llama_dge * dge, llama_seq_id seq_id) {
     for (uint32_t s = 0; dge && s < dge->n_seq; ++s) {
-        if ((llama_seq_id) s != seq_id) {
+        // sequences of other streams are left alone
+        if ((llama_seq_id) s != seq_id && dge->kv.get_stream(s) == dge->kv.get_stream(seq_id)) {
             llama_dge_forget(dge, s);
         }
     }

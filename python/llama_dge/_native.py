@@ -168,6 +168,8 @@ def _select_callback(policy: Policy) -> Any:
                 values = np.sort(np.asarray(array))
                 if values.ndim != 1 or len(values) > n_past or (len(values) and values.dtype.kind not in "iu"):
                     raise ValueError(f"head {head}: at most {n_past} ints are expected, got {array!r}")
+                if len(values) and not 0 <= int(values[0]) <= int(values[-1]) < n_past:
+                    raise ValueError(f"head {head}: rows must be in 0 .. {n_past - 1}, got {array!r}")
                 n_rows[head] = len(values)
                 np.ctypeslib.as_array(rows, (n_head, n_past))[head, : len(values)] = values
         except BaseException:  # an exception cannot cross the library; the cut is refused instead
@@ -179,7 +181,7 @@ def _select_callback(policy: Policy) -> Any:
 
 
 def enable(ctx: int, config: DGEConfig) -> Any:
-    """Switch eviction on for a context; raises DGEError.
+    """Switch eviction on for a context; raises DGEError, or ValueError where `head_budgets` does not fit the model.
 
     Returns
     -------
@@ -209,7 +211,13 @@ def enable(ctx: int, config: DGEConfig) -> Any:
     if isinstance(config.head_budgets, str):
         params.head_budgets = _HEAD_BUDGETS[config.head_budgets]
     else:
-        rows = [n for layer in config.head_budgets for n in layer]
+        shape = [n_head_kv(ctx, layer) for layer in layers(ctx)]
+        given = [len(heads) for heads in config.head_budgets]
+        if given != shape:
+            raise ValueError(
+                f"head_budgets: rows for {given} KV heads per layer, and the layers that are cut have {shape}"
+            )
+        rows = [n for heads in config.head_budgets for n in heads]
         params.head_budgets = _HEAD_BUDGETS_TABLE
         params.table = (ctypes.c_int32 * len(rows))(*rows)
         params.n_table = len(rows)

@@ -146,7 +146,8 @@ class DGEConfig:
     strict: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.policy, str) or not isinstance(self.policy, Policy):
+        # a class has the method, too, but it is an instance that can be called
+        if isinstance(self.policy, (str, type)) or not isinstance(self.policy, Policy):
             self._check_choice("policy", POLICIES, other=", or an object with a method select(scores, n_rows, layer)")
         self._check_choice("scores", SCORES)
         self._check_choice("draft_pooling", DRAFT_POOLINGS)

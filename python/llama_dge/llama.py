@@ -103,7 +103,7 @@ class Llama(llama_cpp.Llama):
         if reason is None:
             try:
                 self._dge_callback = _native.enable(self.ctx, config)
-            except _native.DGEError as error:
+            except (_native.DGEError, ValueError) as error:
                 if config.strict:
                     raise
                 reason = str(error)
