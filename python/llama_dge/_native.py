@@ -215,7 +215,8 @@ def enable(ctx: int, config: DGEConfig) -> Any:
         given = [len(heads) for heads in config.head_budgets]
         if given != shape:
             raise ValueError(
-                f"head_budgets: rows for {given} KV heads per layer, and the layers that are cut have {shape}"
+                f"head_budgets: rows for {len(given)} layers with {given} KV heads were given, and of the model "
+                f"{len(shape)} layers with {shape} KV heads are cut"
             )
         rows = [n for heads in config.head_budgets for n in heads]
         params.head_budgets = _HEAD_BUDGETS_TABLE
