@@ -178,6 +178,18 @@ def test_rm_of_the_draft_keeps_it_armed(zoo: Zoo, new_context: ContextFactory) -
     assert as_lists(context.kept()) == as_lists(once.kept())
 
 
+def test_queries_of_removed_rows_are_not_used(new_context: ContextFactory) -> None:
+    """Rows that come again while a cut is armed are not captured beyond the draft; the old ones' queries are gone."""
+    context = new_context("g2", **F32, dge=SETTINGS.as_params())
+    context.decode(TOKENS[:N_PROMPT])
+    assert context.seq_rm(0, 115, -1)
+    assert context.arm(114) == driver.OK
+    context.decode(tokens_of(5, 19))
+    assert context.disarm() == driver.OK
+    assert context.arm(118) == driver.ERR_QUERIES
+    assert context.reuse(118, 118) < 118
+
+
 # positions
 
 
