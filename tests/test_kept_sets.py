@@ -272,6 +272,24 @@ def test_more_rows_than_draft_tokens(zoo: Zoo, new_context: ContextFactory) -> N
     assert not np.allclose(draft_score(q, k, n_prompt, 8, 2), draft_score(q, k, n_prompt, 8, 7))
 
 
+def test_draft_in_batches_of_one_size(zoo: Zoo, new_context: ContextFactory) -> None:
+    """Batches that could share a graph but do not capture the same number of queries."""
+    n_prompt, s = 150, Settings(draft_tokens=10, budget=32)
+    tokens = tokens_of(n_prompt + 15, 13)
+    context = new_context("g3", type_k="f32", type_v="f32", dge=s.as_params())
+    context.decode(tokens[:n_prompt])
+    assert context.arm(n_prompt) == driver.OK
+    for start in (0, 5, 10):
+        assert context.info()["state"] == driver.STATE_ARMED
+        context.decode(tokens[n_prompt + start :][:5])
+    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_draft"] == 10
+
+    reference = Reference(zoo["g3"].weights)
+    reference.run(tokens[: n_prompt + 10])
+    want = kept_by(reference, n_prompt, s)
+    assert as_lists(context.kept()) == as_lists(want)
+
+
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.99])
 def test_budget_as_a_share_of_the_prompt(zoo: Zoo, new_context: ContextFactory, share: float) -> None:
     n_prompt = 150

@@ -257,6 +257,21 @@ def test_shift_before_a_cut_prevents_it(new_context: ContextFactory) -> None:
     assert np.array_equal(logits, decode_each(plain, TOKENS[N_PROMPT : N_PROMPT + 6]))
 
 
+def test_cut_after_a_context_shift(new_context: ContextFactory) -> None:
+    """Rows that were shifted to 0 .. n - 1 can be cut once the shift has been applied, but not before."""
+    s = Settings(policy="streamingllm", budget=32, draft_tokens=1)
+    context = new_context("g2", **F32, dge=s.as_params())
+    context.decode(TOKENS[:N_PROMPT])
+    assert context.seq_rm(0, 0, 20)
+    context.seq_add(0, 20, -1, -20)
+    assert context.pos_max() == 99
+    assert context.arm(100) == driver.ERR_SEQ
+    context.decode(TOKENS[:1])
+    assert context.arm(101) == driver.OK
+    context.decode(TOKENS[1:2])
+    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_rows"] == 33
+
+
 # copies
 
 
