@@ -290,6 +290,18 @@ def test_draft_in_batches_of_one_size(zoo: Zoo, new_context: ContextFactory) -> 
     assert as_lists(context.kept()) == as_lists(want)
 
 
+def test_scores_of_a_long_prompt_and_a_wide_window(zoo: Zoo, new_context: ContextFactory) -> None:
+    """So many scores (above 32 MiB) that the library takes the heads, and their query rows, in several blocks."""
+    n_prompt, s = 1300, Settings(scores="policy", window=512, budget=600, draft_tokens=1)
+    tokens = tokens_of(n_prompt + 1, 14)
+    context = new_context("g8", n_ctx=2048, type_k="f32", type_v="f32", dge=s.as_params())
+    kept = cut(context, tokens, n_prompt, 0)
+    reference = Reference(zoo["g8"].weights)
+    reference.run(tokens[:n_prompt], n_ubatch=64)
+    worst, exact = worst_disagreement(reference, kept, n_prompt, s)
+    assert worst <= TOLERANCE[False, "f32", "f32"] and exact >= 0.5
+
+
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.99])
 def test_budget_as_a_share_of_the_prompt(zoo: Zoo, new_context: ContextFactory, share: float) -> None:
     n_prompt = 150
