@@ -7,6 +7,8 @@ foreach (name test-llama-archs test-save-load-state test-recurrent-state-rollbac
         test-backend-ops)
     add_executable(${name} "${LLAMA_DGE_UPSTREAM_TEST_DIR}/${name}.cpp")
     target_link_libraries(${name} PRIVATE llama llama-common)
+    # beside the libraries, which is where $ORIGIN looks
+    set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/bin")
     list(APPEND LLAMA_DGE_UPSTREAM_TEST_TARGETS ${name})
 endforeach()
 
