@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     speed ratios against stock and against dge off'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, bench-policies, bench-select, clean'
 
 # --- environment
 
@@ -126,6 +126,16 @@ patches-check:
 BENCH_ARGS ?=
 bench: setup
 	$(PY) -m bench $(BENCH_ARGS)
+
+# what policies and uneven budgets cost, e.g. make bench-policies BENCH_ARGS=--quick
+.PHONY: bench-policies bench-select
+bench-policies: setup
+	$(PY) -m bench.policies $(BENCH_ARGS)
+
+bench-select: $(TOOLS)
+	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja $(CMAKE_PY)
+	$(RUN) cmake --build build/native-tests --target bench-dge-select
+	build/native-tests/bench-dge-select
 
 .PHONY: clean
 clean:
