@@ -193,6 +193,9 @@ struct llama_dge {
     // the scheduler is set up again before the next graph
     void request_reserve(llama_context & lctx) const;
 
+    // the scores may have needed more compute memory than any graph of the model, which the context would warn of
+    void expect_buffers(llama_context & lctx) const;
+
     void info(llama_seq_id seq_id, llama_dge_seq_info & info) const;
 
     void poison(uint16_t pattern, int32_t & n_cells);

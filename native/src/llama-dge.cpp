@@ -507,6 +507,14 @@ void llama_dge::request_reserve(llama_context & lctx) const {
     lctx.sched_need_reserve = true;
 }
 
+void llama_dge::expect_buffers(llama_context & lctx) const {
+    for (size_t i = 0; i < lctx.backend_ptrs.size() && i < lctx.backend_buf_exp_size.size(); ++i) {
+        auto & size = lctx.backend_buf_exp_size[i];
+
+        size = std::max(size, ggml_backend_sched_get_buffer_size(lctx.get_sched(), lctx.backend_ptrs[i]));
+    }
+}
+
 void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     const auto & seq   = seqs[seq_id];
     const auto & cells = kv.v_cells[kv.seq_to_stream[seq_id]];
@@ -749,6 +757,8 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
         } catch (const std::bad_alloc &) {
             status = LLAMA_DGE_ERR_MEMORY;
         }
+
+        dge->expect_buffers(*lctx);
 
         seq.force = false;
         seq.error = status;
