@@ -29,7 +29,9 @@ def build_stock(folder: Path) -> Path:
         local = os.environ.get("LLAMA_DGE_UPSTREAM")
         source = [local] if local else ["--require-hashes", "-r", str(ROOT / "patches" / "UPSTREAM")]
         pip = [str(python), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, "--no-deps", "--no-binary", "llama-cpp-python", *source], check=True)
+        # pip's cache may hold a wheel of it without libraries: the one that our own set-up builds
+        build = ["--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python"]
+        subprocess.run([*pip, *build, *source], check=True)
         subprocess.run([*pip, "numpy", "typing-extensions", "diskcache", "jinja2"], check=True)
         done.touch()
     return python
