@@ -31,13 +31,14 @@
 //   - llama_memory_seq_cp() copies the whole sequence; a part of it is refused with an error in the log
 //   - llama_memory_seq_add() and _div() are refused with an error in the log; llama_memory_can_shift() is false
 //   - a saved state holds only the rows that are left and can be loaded where DGE is enabled
+//   - with `park`, the rows of before the cut wait in host memory or in a file: llama_dge_seq_restore() puts them back
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 // changes with every change of a signature or a struct in this file
-#define LLAMA_DGE_ABI_VERSION 2
+#define LLAMA_DGE_ABI_VERSION 3
 
 // return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
 enum llama_dge_status {
@@ -55,6 +56,7 @@ enum llama_dge_status {
     LLAMA_DGE_ERR_COMPUTE  = -9,    // the scores could not be computed
     LLAMA_DGE_ERR_ABORTED  = -10,   // the abort callback fired; the cut is tried again at the next llama_decode()
     LLAMA_DGE_ERR_CALLBACK = -11,   // the callback of POLICY_CUSTOM failed or returned rows that cannot be kept
+    LLAMA_DGE_ERR_PARK     = -12,   // the rows could not be parked, or what was parked is damaged
 };
 
 enum llama_dge_policy {
@@ -87,6 +89,13 @@ enum llama_dge_head_budgets {
     LLAMA_DGE_HEAD_BUDGETS_UNIFORM  = 0,
     LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE = 1, // Ada-KV: heads share their layer's rows by the scores
     LLAMA_DGE_HEAD_BUDGETS_TABLE    = 2, // llama_dge_params.table
+};
+
+// where the rows of before a cut wait
+enum llama_dge_park {
+    LLAMA_DGE_PARK_OFF  = 0, // nowhere: they are lost
+    LLAMA_DGE_PARK_RAM  = 1, // in host memory
+    LLAMA_DGE_PARK_DISK = 2, // in a file of park_dir, removed when the rows are of no use any more
 };
 
 enum llama_dge_state {
@@ -124,6 +133,11 @@ struct llama_dge_params {
     // POLICY_CUSTOM
     llama_dge_select_callback select;
     void *                    select_user_data;
+
+    int32_t      park;       // enum llama_dge_park
+    const char * park_dir;   // PARK_DISK: an existing folder. Copied.
+    int64_t      park_limit; // bytes that may be parked at a time, of all sequences; 0: no limit. A cut that would
+                             // exceed it is refused with ERR_PARK
 };
 
 // what is known of a sequence; all zero (boundary and pos_min: -1) where it does not apply
@@ -147,6 +161,24 @@ struct llama_dge_seq_info {
     int64_t   t_select_us;   //               choice of the rows on the host
     int64_t   t_compact_us;  //               rows moved, cells freed
     int64_t   n_cuts;        // cuts in this context since it was enabled, of all sequences
+    int32_t   n_parked;      // rows that llama_dge_seq_restore() could put back, from position 0 on
+    int32_t   n_restored;    // rows that the last restore of this sequence put back; 0: there was none since it was empty
+    int64_t   bytes_parked;
+    int64_t   t_park_us;     // microseconds: rows parked, part of t_compact_us
+    int64_t   t_restore_us;  //               the last restore
+};
+
+// bytes that a context uses, over all devices
+struct llama_dge_memory {
+    int64_t weights;
+    int64_t kv;       // buffers of the cache that can be cut, as they are now
+    int64_t kv_max;   // ... at their full size
+    int64_t other;    // other memory of the context: sliding-window caches, recurrent states
+    int64_t compute;  // buffers of the graphs, as they are now
+    int64_t dge;      // captured queries, sums, biases
+    int64_t parked;
+    int32_t n_cells;     // cells of the cache, per stream, as they are now
+    int32_t n_cells_max;
 };
 
 LLAMA_API int32_t llama_dge_abi_version(void);
@@ -185,6 +217,20 @@ LLAMA_API int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq
 LLAMA_API int32_t llama_dge_seq_reuse(
         const struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, int32_t n_match);
 
+// Put the parked rows back: the sequence holds min(n_match, n_parked) rows afterwards, exactly as before the cut, and
+// is not cut any more. What it decoded after the cut is dropped and has to be evaluated again. Returns the number of
+// rows; 0, with nothing changed, where no rows can be put back for this n_match: nothing is parked, or the state of
+// layers that are not cut (sliding windows, recurrent ones) is not known at n_match. On an error the sequence is as it
+// was. ERR_DISABLED, ERR_SEQ, ERR_PARAMS, ERR_MEMORY, ERR_PARK
+LLAMA_API int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_match);
+
+// Contexts that this thread creates from now on begin with a small cache, which grows with use up to n_ctx and shrinks
+// after a cut. llama_dge_is_elastic() tells whether a context does: caches that cannot are created as always.
+LLAMA_API void llama_dge_set_elastic(bool elastic);
+LLAMA_API bool llama_dge_is_elastic(const struct llama_context * ctx);
+
+LLAMA_API void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_memory * memory);
+
 LLAMA_API int32_t llama_dge_get_seq_info(
         const struct llama_context * ctx, llama_seq_id seq_id, struct llama_dge_seq_info * info);
 
@@ -202,6 +248,13 @@ LLAMA_API int32_t llama_dge_get_kept(
 // For tests: fills every free cell of the cache that can be cut, and the free cells' part of V, with a 16-bit
 // pattern (0x7e00 is NaN in f16). Attention must never see it. Returns the number of cells filled.
 LLAMA_API int32_t llama_dge_debug_poison(struct llama_context * ctx, uint16_t pattern);
+
+// For tests: removes the rows [p0, p1) from the cache that can be cut and from no other part of the memory, as
+// llama_memory_seq_rm() would. What is decoded afterwards is the reference for a cut that evicted these rows everywhere.
+LLAMA_API bool llama_dge_debug_seq_rm(struct llama_context * ctx, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
+
+// For tests: the n-th allocation of this library from now on fails, and those after it do not; 0: none
+LLAMA_API void llama_dge_debug_fail_alloc(int32_t n);
 
 #ifdef __cplusplus
 }
