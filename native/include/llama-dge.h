@@ -169,7 +169,7 @@ struct llama_dge_seq_info {
 };
 
 // bytes that a context uses, over all devices
-struct llama_dge_memory {
+struct llama_dge_memory_info {
     int64_t weights;
     int64_t kv;       // buffers of the cache that can be cut, as they are now
     int64_t kv_max;   // ... at their full size
@@ -229,7 +229,10 @@ LLAMA_API int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id
 LLAMA_API void llama_dge_set_elastic(bool elastic);
 LLAMA_API bool llama_dge_is_elastic(const struct llama_context * ctx);
 
-LLAMA_API void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_memory * memory);
+// cells of an elastic cache of at most n_max that holds n_rows rows
+LLAMA_API int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max);
+
+LLAMA_API void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_memory_info * info);
 
 LLAMA_API int32_t llama_dge_get_seq_info(
         const struct llama_context * ctx, llama_seq_id seq_id, struct llama_dge_seq_info * info);

@@ -46,6 +46,7 @@ const char * llama_dge_status_str(int32_t status) {
         case LLAMA_DGE_ERR_COMPUTE:     return "the scores could not be computed";
         case LLAMA_DGE_ERR_ABORTED:     return "aborted by the callback";
         case LLAMA_DGE_ERR_CALLBACK:    return "the policy's callback failed or returned rows that cannot be kept";
+        case LLAMA_DGE_ERR_PARK:        return "rows could not be parked, or what was parked is damaged";
         default:                        return "unknown status";
     }
 }
@@ -53,7 +54,8 @@ const char * llama_dge_status_str(int32_t status) {
 static llama_dge * llama_dge_get(const struct llama_context * ctx) {
     auto * kv = llama_dge::get_kv(*ctx);
 
-    return kv ? kv->dge.get() : nullptr;
+    // an elastic cache has one before eviction is enabled
+    return kv && kv->dge && kv->dge->active ? kv->dge.get() : nullptr;
 }
 
 // the status of a call that needs an enabled context and one of its sequences
@@ -96,6 +98,11 @@ static bool llama_dge_params_ok(const llama_dge_params & p) {
     }
 
     if (p.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE && (!policy->needs_scores || !policy->select)) {
+        return false;
+    }
+
+    if (!in(p.park, LLAMA_DGE_PARK_OFF, LLAMA_DGE_PARK_DISK) || p.park_limit < 0 ||
+            (p.park == LLAMA_DGE_PARK_DISK && (!p.park_dir || !*p.park_dir))) {
         return false;
     }
 
@@ -155,6 +162,7 @@ int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_para
             return LLAMA_DGE_ERR_MEMORY;
         }
 
+        dge.active  = true;
         dge.rebuild = true;
 
         if (created) {
@@ -196,7 +204,13 @@ int32_t llama_dge_disable(struct llama_context * ctx) {
         ctx->sched_reserve();
         ctx->memory_update(false);
 
-        llama_dge::get_kv(*ctx)->dge.reset();
+        auto & owner = llama_dge::get_kv(*ctx)->dge;
+
+        if (owner->elastic) {
+            owner->set_off();
+        } else {
+            owner.reset();
+        }
     } catch (const std::exception & err) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         return LLAMA_DGE_ERR_MEMORY;
@@ -367,6 +381,74 @@ int32_t llama_dge_get_kept(
     }
 
     return LLAMA_DGE_ERR_PARAMS;
+}
+
+int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_match) {
+    int32_t res = llama_dge_check_seq(ctx, seq_id);
+    if (res != LLAMA_DGE_OK) {
+        return res;
+    }
+    if (n_match < 0) {
+        return LLAMA_DGE_ERR_PARAMS;
+    }
+
+    auto & dge = *llama_dge_get(ctx);
+
+    ctx->synchronize();
+
+    try {
+        res = dge.restore(*ctx, seq_id, n_match);
+    } catch (const std::bad_alloc &) {
+        // everything is allocated before the first row moves
+        res = LLAMA_DGE_ERR_MEMORY;
+    }
+
+    if (dge.rebuild) {
+        try {
+            ctx->sched_reserve();
+            ctx->memory_update(false);
+        } catch (const std::exception & err) {
+            // tried again by the next decode
+            LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        }
+    }
+
+    return res;
+}
+
+void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_memory_info * info) {
+    *info = {};
+
+    for (const auto & [buft, data] : ctx->memory_breakdown()) {
+        info->weights += data.model;
+        info->other += data.context;
+        info->compute += data.compute;
+    }
+
+    const auto * kv = llama_dge::get_kv(*ctx);
+    if (!kv) {
+        return;
+    }
+
+    for (const auto & [buft, size] : kv->memory_breakdown()) {
+        info->kv += size;
+    }
+
+    info->other -= info->kv;
+    info->n_cells     = kv->get_size();
+    info->n_cells_max = kv->dge ? kv->dge->n_cells_max : kv->get_size();
+    info->kv_max      = (int64_t) ((double) info->kv / info->n_cells * info->n_cells_max);
+
+    if (kv->dge) {
+        info->parked = kv->dge->parked_bytes();
+        info->dge    = kv->dge->own_bytes();
+    }
+}
+
+bool llama_dge_debug_seq_rm(struct llama_context * ctx, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    auto * kv = llama_dge::get_kv(*ctx);
+
+    return kv && kv->seq_rm(seq_id, p0, p1);
 }
 
 int32_t llama_dge_debug_poison(struct llama_context * ctx, uint16_t pattern) {

@@ -93,7 +93,7 @@ int32_t llama_dge::bias_reserve(const llama_dge_kept & kept) {
         }
 
         grows |= n_need > n_have;
-        shapes.push_back({ (int64_t) kv.get_size(), std::max(n_have, n_need), (int64_t) kv.n_stream });
+        shapes.push_back({ (int64_t) n_cells_max, std::max(n_have, n_need), (int64_t) kv.n_stream });
     }
 
     if (!grows) {
@@ -142,7 +142,7 @@ void llama_dge::bias_sync() {
             const auto &   cells = kv.v_cells[strm];
             const auto &   heads = seq.kept[i];
 
-            for (int64_t j = 0; j < n_kv; ++j) {
+            for (int64_t j = 0; j < cells.size(); ++j) {
                 if (cells.is_empty(j) || !cells.seq_has(j, s) || cells.pos_get(j) >= seq.pos_min) {
                     continue;
                 }

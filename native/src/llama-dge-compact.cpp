@@ -38,8 +38,10 @@ static std::vector<std::pair<size_t, size_t>> llama_dge_runs(const std::vector<u
 
 // Moves the kept rows of every layer and head into the first cells of the sequence and frees the others. Blocks of
 // quantized types are moved as they are. A head with fewer rows than the most leaves its last past cells empty (zero).
-void llama_dge::compact(
-        llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past) {
+// An elastic cache moves into smaller buffers on the way, each layer as soon as it is done, and what is parked in host
+// memory is taken just before: so there is never more than one layer twice.
+int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
+        const llama_dge_kept & kept, int32_t n_past) {
     const uint32_t strm    = kv.seq_to_stream[seq_id];
     const auto &   hparams = kv.hparams;
 
@@ -96,9 +98,55 @@ void llama_dge::compact(
         }
     }
 
+    auto & kv_cells = kv.v_cells[strm];
+
+    std::vector<llama_kv_cell_ext> ext(n_keep);
+    for (size_t r = n_cap; r < n_keep; ++r) {
+        ext[r] = kv_cells.ext_get(cells[n_past + (r - n_cap)]);
+    }
+
+    std::shared_ptr<llama_dge_parked> parked;
+
+    int64_t t_park_us = 0;
+
+    if (params.park != LLAMA_DGE_PARK_OFF) {
+        const int64_t t0 = ggml_time_us();
+
+        int32_t status = LLAMA_DGE_OK;
+
+        parked = park_begin(lctx, seq_id, cells, status);
+        if (!parked) {
+            return status;
+        }
+
+        t_park_us += ggml_time_us() - t0;
+    }
+
+    const uint32_t n_cells = shrunk_size(cells_top(seq_id, dst.empty() ? 0 : dst.back() + 1));
+
+    std::vector<llama_dge_layer_mem> smaller(n_cells < kv.get_size() ? kv.layers.size() : 0);
+
+    for (size_t ikv = 0; ikv < smaller.size(); ++ikv) {
+        if (!alloc_layer(ikv, n_cells, smaller[ikv])) {
+            LLAMA_LOG_WARN("%s: no memory for smaller buffers, the cut is made in the old ones\n", __func__);
+            smaller.clear();
+        }
+    }
+    if (!smaller.empty()) {
+        resize_begin();
+    }
+
     for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
         const int32_t il        = kv.layers[ikv].il;
         const size_t  n_head_kv = hparams.n_head_kv(il);
+
+        if (parked && parked->path.empty()) {
+            const int64_t t0 = ggml_time_us();
+
+            park_layer(parked->layers[ikv], ikv, seq_id, cells);
+
+            t_park_us += ggml_time_us() - t0;
+        }
 
         {
             ggml_tensor * k = kv.layers[ikv].k_stream[strm];
@@ -154,16 +202,14 @@ void llama_dge::compact(
                 }
             }
         }
+
+        if (!smaller.empty()) {
+            copy_cells(smaller[ikv], ikv, n_cells);
+            swap_layer(ikv, smaller[ikv]);
+        }
     }
 
     // cells: past rows get ascending positions of their own (heads differ in what they hold), the others keep theirs
-    auto & kv_cells = kv.v_cells[strm];
-
-    std::vector<llama_kv_cell_ext> ext(n_keep);
-    for (size_t r = n_cap; r < n_keep; ++r) {
-        ext[r] = kv_cells.ext_get(cells[n_past + (r - n_cap)]);
-    }
-
     for (const uint32_t cell : cells) {
         kv_cells.rm(cell);
     }
@@ -176,6 +222,34 @@ void llama_dge::compact(
 
     // the search for free cells starts behind the rows that were moved, in the gap that the cut left
     kv.v_heads[strm] = dst.empty() ? 0 : dst.back() + 1;
+
+    if (!smaller.empty()) {
+        resize_end(n_cells);
+
+        // the graphs' buffers shrink with the cache
+        request_reserve(lctx);
+    }
+
+    seqs[seq_id].parked    = std::move(parked);
+    seqs[seq_id].t_park_us = t_park_us;
+
+    return LLAMA_DGE_OK;
+}
+
+uint32_t llama_dge::cells_top(llama_seq_id seq_id, uint32_t n_own) const {
+    uint32_t res = n_own;
+
+    for (uint32_t s = 0; s < kv.n_stream; ++s) {
+        const auto & cells = kv.v_cells[s];
+
+        for (uint32_t i = cells.used_max_p1(); i > res; --i) {
+            if (!cells.is_empty(i - 1) && (s != kv.seq_to_stream[seq_id] || !cells.seq_has(i - 1, seq_id))) {
+                res = i;
+            }
+        }
+    }
+
+    return res;
 }
 
 uint32_t llama_dge::n_head_kv(size_t ikv) const {

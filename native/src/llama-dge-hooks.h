@@ -8,7 +8,10 @@
 // Call sites of DGE in llama.cpp's own files. Every function accepts a null `dge` and then does what stock does.
 
 struct llama_dge;
+struct llama_hparams;
 struct llama_ubatch;
+class llama_batch_allocr;
+class llama_kv_cache;
 class llm_graph_result;
 class llama_io_read_i;
 class llama_io_write_i;
@@ -18,6 +21,25 @@ struct llama_dge_deleter {
 };
 
 using llama_dge_ptr = std::unique_ptr<llama_dge, llama_dge_deleter>;
+
+//
+// elastic memory
+//
+
+// cells that a new cache begins with; kv_size where it is not elastic
+uint32_t llama_dge_start_size(const llama_hparams & hparams, uint32_t kv_size);
+
+// nullptr where the cache has all its cells already
+llama_dge_ptr llama_dge_new_elastic(llama_kv_cache & kv, uint32_t kv_size_max);
+
+// another context is going to use the tensors of this cache: they must not move any more. throws std::runtime_error
+void llama_dge_on_share(llama_kv_cache * kv);
+
+// the batch will need cells; they are made by the memory update that follows
+void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch);
+
+// a state of n_cells cells will be read into the stream (of seq_id, if it is not negative)
+void llama_dge_on_state_cells(llama_dge * dge, uint32_t strm, llama_seq_id seq_id, uint32_t n_cells);
 
 //
 // sequence life; p0 and p1 may be negative as in llama_memory_i
@@ -32,7 +54,8 @@ bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id);
 
 void llama_dge_on_seq_keep(llama_dge * dge, llama_seq_id seq_id);
 
-// the same questions without a change, for caches that consist of two
+// the same questions without a change, for memories that consist of two
+bool llama_dge_may_seq_rm(const llama_dge * dge, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 bool llama_dge_may_seq_cp(
         const llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
 bool llama_dge_may_seq_shift(const llama_dge * dge, llama_seq_id seq_id);

@@ -5,11 +5,17 @@
 #include "llama-dge.h"
 #include "llama-kv-cache.h"
 
+#include "llama-dge-park.h"
+
 #include "ggml-cpp.h"
 
 #include <array>
+#include <memory>
 #include <string>
 #include <vector>
+
+// fault injection, see llama_dge_debug_fail_alloc()
+bool llama_dge_alloc_fails();
 
 // what DGE knows of one sequence
 struct llama_dge_seq {
@@ -44,6 +50,26 @@ struct llama_dge_seq {
     int64_t t_score_us   = 0;
     int64_t t_select_us  = 0;
     int64_t t_compact_us = 0;
+    int64_t t_park_us    = 0;
+
+    // the rows of before the cut; shared with copies of the sequence
+    std::shared_ptr<llama_dge_parked> parked;
+
+    // not of the cut, either
+    int32_t n_restored   = 0;
+    int64_t t_restore_us = 0;
+};
+
+// K and V of one layer in a buffer of their own
+struct llama_dge_layer_mem {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buf;
+
+    ggml_tensor * k = nullptr;
+    ggml_tensor * v = nullptr;
+
+    std::vector<ggml_tensor *> k_stream;
+    std::vector<ggml_tensor *> v_stream;
 };
 
 // what a layer's attention needs besides Q and K; recorded when the graph is built
@@ -66,6 +92,12 @@ struct llama_dge {
 
     llama_dge(llama_kv_cache & kv, uint32_t n_seq);
 
+    // sliding-window layers beside the cache that can be cut, nullptr if there are none
+    static llama_kv_cache * get_swa(const llama_context & lctx);
+
+    // recurrent layers likewise
+    static bool has_recurrent(const llama_context & lctx);
+
     // nullptr if eviction can work on this context, else the reason
     static const char * unsupported(const llama_context & lctx);
 
@@ -76,6 +108,12 @@ struct llama_dge {
 
     // false: out of memory, nothing changed
     bool set_params(const llama_dge_params & params);
+
+    // free all that eviction needs; the cache stays elastic
+    void set_off();
+
+    // bytes of queries, sums and biases
+    int64_t own_bytes() const;
 
     //
     // capture
@@ -159,7 +197,73 @@ struct llama_dge {
     void read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past,
             std::vector<float> & scores) const;
 
-    void compact(llama_seq_id seq_id, const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past);
+    void write_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
+            const std::vector<float> & scores, int32_t n_past);
+
+    // ERR_MEMORY, ERR_PARK: nothing changed
+    int32_t compact(llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
+            const llama_dge_kept & kept, int32_t n_past);
+
+    //
+    // elastic memory
+    //
+
+    // cells of a stream that other sequences than this one use; none for all sequences (-1)
+    uint32_t cells_used(uint32_t strm, llama_seq_id seq_id) const;
+
+    // cells that the next batch needs, 0 where they are there or cannot be made
+    uint32_t cells_wanted() const;
+
+    // tensors of a layer for caches of n_cells; without a `buf` one is allocated and zeroed. false: out of memory
+    bool alloc_layer(size_t ikv, uint32_t n_cells, llama_dge_layer_mem & mem) const;
+
+    // other tensors of the same layer get what the first n_copy cells hold
+    void copy_cells(const llama_dge_layer_mem & dst, size_t ikv, uint32_t n_copy) const;
+
+    // layer by layer; resize_end() makes the number of cells fit what the tensors have
+    void resize_begin();
+    void swap_layer(size_t ikv, llama_dge_layer_mem & mem);
+    void resize_cells(uint32_t n_cells);
+    void resize_end(uint32_t n_cells);
+
+    void shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_t> & spare);
+
+    // all layers get n_cells, one after the other; false: out of memory, nothing changed
+    bool resize(uint32_t n_cells);
+
+    // more cells, if n_rows of them are needed in a stream
+    bool grow(uint32_t n_rows);
+
+    // one above the highest cell in use when the sequence has only cells below n_own
+    uint32_t cells_top(llama_seq_id seq_id, uint32_t n_own) const;
+
+    // cells that are enough then
+    uint32_t shrunk_size(uint32_t n_top) const;
+
+    int64_t cell_bytes() const;
+
+    //
+    // park and restore
+    //
+
+    // nullptr: status tells
+    std::shared_ptr<llama_dge_parked> park_begin(
+            llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t & status) const;
+
+    // rows of a layer, in the order of cells, from the cache into `rows` of n_rows and back
+    void park_layer(
+            llama_dge_park_layer & rows, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells) const;
+    void unpark_layer(const llama_dge_park_layer & rows, size_t n_rows, size_t ikv, llama_seq_id seq_id,
+            const std::vector<uint32_t> & cells) const;
+
+    // of all sequences, each store once
+    int64_t parked_bytes() const;
+
+    // can the layers that are not cut be put back to position n?
+    bool others_fit(const llama_context & lctx, const llama_dge_parked & parked, int32_t n) const;
+
+    // rows that are there afterwards, or a status
+    int32_t restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_match);
 
     // rows of bias that layer ikv needs for these rows: 0, 1 or n_head
     int64_t bias_rows(size_t ikv, const llama_dge_kept & kept) const;
@@ -204,6 +308,16 @@ struct llama_dge {
 
     const uint32_t n_seq;
 
+    // elastic: the cache has kv.get_size() <= n_cells_max cells, each layer a buffer of its own once they changed
+    uint32_t n_cells_max;
+    bool     elastic  = false;
+    bool     own_bufs = false;
+    bufs_t   staged; // buffers of a resize that is going on, while not own_bufs
+
+    std::vector<uint32_t> n_new; // rows per stream of the next batch
+
+    std::string park_dir; // copy of llama_dge_params.park_dir
+
     llama_dge_params params = {};
 
     uint32_t n_ring = 0; // query rows per sequence
@@ -222,7 +336,7 @@ struct llama_dge {
 
     std::vector<llama_dge_seq> seqs; // [n_seq]
 
-    bool active  = true;  // false: being switched off, capture nothing
+    bool active  = true;  // false: eviction is off (yet, or being switched off), capture nothing
     bool rebuild = false; // graphs must be built again: report an update without doing one
 
     int64_t n_cuts = 0;

@@ -43,7 +43,7 @@ uint32_t llama_dge::max_nodes(uint32_t n_tokens) const {
     }
 
     for (const auto & layer : layers) {
-        const auto blk = llama_dge_get_sums_blocks(kv.hparams, layer.il, kv.get_size(), n_tokens, kv.n_stream);
+        const auto blk = llama_dge_get_sums_blocks(kv.hparams, layer.il, n_cells_max, n_tokens, kv.n_stream);
 
         const int64_t n_head_blocks = (kv.hparams.n_head_kv(layer.il) + blk.n_head - 1) / blk.n_head;
         const int64_t n_q_blocks    = (n_tokens + blk.n_q - 1) / blk.n_q;
@@ -250,4 +250,25 @@ void llama_dge::read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uin
             scores[ih * n_past + j] = data[ih * n_kv + cells[j]] / n_group;
         }
     }
+}
+
+void llama_dge::write_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
+        const std::vector<float> & scores, int32_t n_past) {
+    auto * sums = layers[ikv].sums;
+
+    const int64_t n_kv      = sums->ne[0];
+    const int64_t n_head_kv = sums->ne[1];
+    const float   n_group   = (float) kv.hparams.n_head(layers[ikv].il) / n_head_kv;
+    const size_t  offset    = kv.seq_to_stream[seq_id] * sums->nb[2];
+
+    std::vector<float> data(n_kv * n_head_kv);
+    ggml_backend_tensor_get(sums, data.data(), offset, data.size() * sizeof(float));
+
+    for (int64_t ih = 0; ih < n_head_kv; ++ih) {
+        for (size_t j = 0; j < cells.size(); ++j) {
+            data[ih * n_kv + cells[j]] = scores[ih * n_past + j] * n_group;
+        }
+    }
+
+    ggml_backend_tensor_set(sums, data.data(), offset, data.size() * sizeof(float));
 }

@@ -3,99 +3,15 @@
 #include "llama-context.h"
 #include "llama-hparams.h"
 #include "llama-impl.h"
-#include "llama-kv-cache-iswa.h"
-#include "llama-model.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <numeric>
-#include <stdexcept>
-
-//
-// support
-//
-
-llama_kv_cache * llama_dge::get_kv(const llama_context & lctx) {
-    auto * memory = lctx.get_memory();
-
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
-        return iswa->get_base();
-    }
-
-    return dynamic_cast<llama_kv_cache *>(memory);
-}
-
-const char * llama_dge::unsupported(const llama_context & lctx) {
-    const auto & model   = lctx.get_model();
-    const auto & hparams = model.hparams;
-    const auto & cparams = lctx.get_cparams();
-
-    if (llama_model_has_encoder(&model)) {
-        return "the model has an encoder";
-    }
-    if (cparams.embeddings) {
-        return "the context computes embeddings";
-    }
-    if (!lctx.get_memory()) {
-        return "the model has no memory to cut";
-    }
-    if (!cparams.causal_attn || !hparams.causal_attn) {
-        return "attention is not causal";
-    }
-
-    const auto * kv = get_kv(lctx);
-
-    if (!kv) {
-        return "the model's memory is not a plain or sliding-window KV cache (recurrent, hybrid, or one of its own)";
-    }
-    if (hparams.is_mla()) {
-        return "the model uses multi-head latent attention (MLA)";
-    }
-    if (hparams.f_max_alibi_bias > 0.0f) {
-        return "the model uses ALiBi: its bias needs the true distance to every row";
-    }
-    if (hparams.n_pos_per_embd() > 1) {
-        return "the model uses M-RoPE positions";
-    }
-    if (hparams.ple_n_heads > 0) {
-        return "the model embeds n-grams of past tokens, which it looks up in the cache";
-    }
-    if (model.arch == LLM_ARCH_GROK) {
-        return "the attention of Grok scales its logits in a way of its own";
-    }
-    if (model.split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
-        return "split mode \"tensor\" spreads a layer's cache over several devices";
-    }
-    if (kv->other || kv->v_cells_impl.use_count() > 1) {
-        return "the cache is shared with another context";
-    }
-    if (kv->layers.empty()) {
-        return "no layer has a cache that could be cut";
-    }
-    if (kv->map_layer_ids.size() != kv->layers.size()) {
-        return "several layers share one cache";
-    }
-    for (const auto & layer : kv->layers) {
-        const uint32_t n_head_kv = hparams.n_head_kv(layer.il);
-        if (n_head_kv == 0 || hparams.n_head(layer.il) % n_head_kv != 0) {
-            return "a layer has no KV heads, or not the same number of query heads for each";
-        }
-        if (!layer.v) {
-            return "a layer has no V cache of its own";
-        }
-    }
-
-    return nullptr;
-}
-
-//
-// llama_dge
-//
 
 llama_dge::llama_dge(llama_kv_cache & kv, uint32_t n_seq) :
-    kv(kv), n_seq(n_seq), layers(kv.layers.size()), seqs(n_seq) {
+    kv(kv), n_seq(n_seq), n_cells_max(kv.get_size()), layers(kv.layers.size()), seqs(n_seq) {
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].il = kv.layers[i].il;
     }
@@ -118,12 +34,17 @@ bool llama_dge::alloc_tensors(
             ctx.reset(ggml_init({ shapes.size() * ggml_tensor_overhead(), nullptr, true }));
         }
 
+        if (!ctx) {
+            return false;
+        }
+
         res[i] = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne[0], ne[1], ne[2]);
         ggml_format_name(res[i], "%s_l%d", name, layers[i].il);
     }
 
     for (auto & [buft, ctx] : ctxs) {
-        ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+        ggml_backend_buffer_ptr buf(
+                llama_dge_alloc_fails() ? nullptr : ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
         if (!buf) {
             return false;
         }
@@ -163,7 +84,7 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
         const int64_t n_embd = (int64_t) kv.hparams.n_embd_head_k(layers[i].il) * kv.hparams.n_head(layers[i].il);
 
         shapes_ring.push_back({ n_embd, (int64_t) n_ring_new * n_seq, 1 });
-        shapes_sums.push_back({ llama_dge_needs_sums(sel) ? kv.get_size() : 0, n_head_kv(i), kv.n_stream });
+        shapes_sums.push_back({ llama_dge_needs_sums(sel) ? n_cells_max : 0, n_head_kv(i), kv.n_stream });
     }
 
     std::vector<ggml_tensor *> ring;
@@ -178,8 +99,11 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
 
     table.assign(params_new.table, params_new.table + params_new.n_table);
 
-    params       = params_new;
-    params.table = table.data();
+    park_dir = params_new.park_dir ? params_new.park_dir : "";
+
+    params          = params_new;
+    params.table    = table.data();
+    params.park_dir = park_dir.c_str();
 
     n_ring    = n_ring_new;
     ring_bufs = std::move(ring_bufs_new);
@@ -203,6 +127,34 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
     }
 
     return true;
+}
+
+void llama_dge::set_off() {
+    ring_bufs.clear();
+    sums_bufs.clear();
+    bias_bufs.clear();
+    ring_pos.clear();
+
+    n_ring = 0;
+
+    for (auto & layer : layers) {
+        const int32_t il = layer.il;
+
+        layer    = {};
+        layer.il = il;
+    }
+}
+
+int64_t llama_dge::own_bytes() const {
+    int64_t res = 0;
+
+    for (const auto * bufs : { &ring_bufs, &sums_bufs, &bias_bufs }) {
+        for (const auto & [ctx, buf] : *bufs) {
+            res += ggml_backend_buffer_get_size(buf.get());
+        }
+    }
+
+    return res;
 }
 
 int32_t llama_dge::resolve_budget(int32_t n_prompt) const {
@@ -245,13 +197,14 @@ void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0,
 }
 
 void llama_dge::reset_seq(llama_seq_id seq_id) {
-    const int32_t n_summed = seqs[seq_id].n_summed;
-    const bool    uneven   = seqs[seq_id].uneven;
+    const auto before = std::move(seqs[seq_id]);
 
     seqs[seq_id] = {};
 
-    seqs[seq_id].n_summed = n_summed;
-    seqs[seq_id].uneven   = uneven;
+    seqs[seq_id].n_summed     = before.n_summed;
+    seqs[seq_id].uneven       = before.uneven;
+    seqs[seq_id].n_restored   = before.n_restored;
+    seqs[seq_id].t_restore_us = before.t_restore_us;
 
     bias_changed(seq_id);
 }
@@ -474,7 +427,10 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
     const int64_t t2 = ggml_time_us();
 
-    compact(seq_id, cells, kept, input.n_past);
+    status = compact(lctx, seq_id, cells, kept, input.n_past);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
 
     const int64_t t3 = ggml_time_us();
 
@@ -538,6 +494,11 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     info.t_select_us   = seq.t_select_us;
     info.t_compact_us  = seq.t_compact_us;
     info.n_cuts        = n_cuts;
+    info.n_parked      = seq.parked ? seq.parked->n_rows : 0;
+    info.bytes_parked  = seq.parked ? seq.parked->n_bytes() : 0;
+    info.n_restored    = seq.n_restored;
+    info.t_park_us     = seq.t_park_us;
+    info.t_restore_us  = seq.t_restore_us;
 
     for (uint32_t i = 0; i < cells.size(); ++i) {
         info.n_rows += !cells.is_empty(i) && cells.seq_has(i, seq_id);
@@ -548,235 +509,4 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     sinfo.strm[0] = kv.seq_to_stream[seq_id];
 
     info.n_kv = kv.get_n_kv(sinfo);
-}
-
-//
-// hooks: life of a sequence
-//
-
-void llama_dge_deleter::operator()(llama_dge * dge) const {
-    delete dge;
-}
-
-static bool llama_dge_has(const llama_dge * dge, llama_seq_id seq_id) {
-    return dge && seq_id >= 0 && (uint32_t) seq_id < dge->n_seq;
-}
-
-static bool llama_dge_is_cut(const llama_dge * dge, llama_seq_id seq_id) {
-    return llama_dge_has(dge, seq_id) && dge->seqs[seq_id].state == LLAMA_DGE_STATE_CUT;
-}
-
-// the sequence is empty now
-static void llama_dge_forget(llama_dge * dge, llama_seq_id seq_id) {
-    dge->reset_seq(seq_id);
-    dge->capture_drop(seq_id, 0);
-
-    dge->seqs[seq_id].n_summed = 0;
-}
-
-void llama_dge_on_clear(llama_dge * dge) {
-    for (uint32_t s = 0; dge && s < dge->n_seq; ++s) {
-        llama_dge_forget(dge, s);
-    }
-}
-
-bool llama_dge_on_seq_rm(llama_dge * dge, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
-    if (!dge) {
-        return true;
-    }
-
-    const llama_seq_id s0 = seq_id < 0 ? 0 : seq_id;
-    const llama_seq_id s1 = seq_id < 0 ? (llama_seq_id) dge->n_seq : seq_id + 1;
-
-    const auto whole = [&](llama_seq_id s) {
-        return p0 <= 0 && p1 > dge->kv.seq_pos_max(s);
-    };
-
-    for (llama_seq_id s = s0; s < s1; ++s) {
-        // an empty range removes nothing, so there is nothing to refuse
-        if (llama_dge_is_cut(dge, s) && p0 < p1 && p0 <= dge->seqs[s].boundary && !whole(s)) {
-            LLAMA_LOG_DEBUG("%s: seq %d was cut, rows up to position %d cannot be removed in part\n", __func__, s,
-                    dge->seqs[s].boundary);
-            return false;
-        }
-    }
-
-    for (llama_seq_id s = s0; s < s1; ++s) {
-        if (!llama_dge_has(dge, s)) {
-            continue;
-        }
-        if (whole(s)) {
-            llama_dge_forget(dge, s);
-            continue;
-        }
-        if (p0 < p1) {
-            dge->capture_drop(s, p0);
-
-            const auto & seq = dge->seqs[s];
-            if (seq.state == LLAMA_DGE_STATE_ARMED && p0 < seq.n_prompt) {
-                dge->reset_seq(s);
-            }
-        }
-    }
-
-    return true;
-}
-
-bool llama_dge_may_seq_cp(
-        const llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
-    if (!dge || seq_id_src == seq_id_dst) {
-        return true;
-    }
-
-    const auto & kv = dge->kv;
-
-    // rows of another sequence between those of one that was cut would take over its positions
-    if (llama_dge_is_cut(dge, seq_id_dst) && kv.get_stream(seq_id_src) == kv.get_stream(seq_id_dst)) {
-        LLAMA_LOG_ERROR("%s: seq %d was cut, nothing can be copied into it\n", __func__, seq_id_dst);
-        return false;
-    }
-
-    if (!llama_dge_is_cut(dge, seq_id_src)) {
-        return true;
-    }
-
-    if (p0 > 0 || (p1 >= 0 && p1 <= kv.seq_pos_max(seq_id_src))) {
-        LLAMA_LOG_ERROR("%s: seq %d was cut, it can be copied as a whole only\n", __func__, seq_id_src);
-        return false;
-    }
-
-    if (!llama_dge_has(dge, seq_id_dst) || kv.seq_pos_max(seq_id_dst) >= 0) {
-        LLAMA_LOG_ERROR("%s: seq %d was cut, it can be copied into an empty sequence below %u only\n", __func__,
-                seq_id_src, dge->n_seq);
-        return false;
-    }
-
-    return true;
-}
-
-bool llama_dge_on_seq_cp(
-        llama_dge * dge, llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
-    if (!llama_dge_may_seq_cp(dge, seq_id_src, seq_id_dst, p0, p1)) {
-        return false;
-    }
-
-    if (dge && seq_id_src != seq_id_dst && llama_dge_has(dge, seq_id_dst)) {
-        // the queries of the source are not copied: the rows are shared, so there will be no cut
-        llama_dge_forget(dge, seq_id_dst);
-
-        dge->seqs[seq_id_dst].n_summed = -1;
-
-        if (llama_dge_is_cut(dge, seq_id_src)) {
-            dge->seqs[seq_id_dst] = dge->seqs[seq_id_src];
-            dge->bias_changed(seq_id_dst);
-        }
-    }
-
-    return true;
-}
-
-void llama_dge_on_seq_keep(llama_dge * dge, llama_seq_id seq_id) {
-    for (uint32_t s = 0; dge && s < dge->n_seq; ++s) {
-        // sequences of other streams are left alone
-        if ((llama_seq_id) s != seq_id && dge->kv.get_stream(s) == dge->kv.get_stream(seq_id)) {
-            llama_dge_forget(dge, s);
-        }
-    }
-}
-
-bool llama_dge_may_seq_shift(const llama_dge * dge, llama_seq_id seq_id) {
-    if (llama_dge_is_cut(dge, seq_id)) {
-        LLAMA_LOG_ERROR("%s: seq %d was cut, its positions cannot be shifted\n", __func__, seq_id);
-        return false;
-    }
-
-    return true;
-}
-
-bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id) {
-    if (!llama_dge_may_seq_shift(dge, seq_id)) {
-        return false;
-    }
-
-    if (llama_dge_has(dge, seq_id)) {
-        llama_dge_forget(dge, seq_id);
-
-        dge->seqs[seq_id].n_summed = -1;
-    }
-
-    return true;
-}
-
-llama_pos llama_dge_seq_pos_min(const llama_dge * dge, llama_seq_id seq_id, llama_pos pos_min) {
-    return llama_dge_is_cut(dge, seq_id) ? std::max(pos_min, dge->seqs[seq_id].pos_min) : pos_min;
-}
-
-bool llama_dge_any_cut(const llama_dge * dge) {
-    return dge && std::any_of(dge->seqs.begin(), dge->seqs.end(),
-                          [](const auto & seq) { return seq.state == LLAMA_DGE_STATE_CUT; });
-}
-
-//
-// hooks: update
-//
-
-bool llama_dge_is_due(const llama_dge * dge) {
-    if (!dge) {
-        return false;
-    }
-
-    bool res = dge->rebuild;
-
-    for (uint32_t s = 0; s < dge->n_seq; ++s) {
-        res |= dge->is_due(s);
-    }
-
-    return res;
-}
-
-bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
-    if (!dge) {
-        return false;
-    }
-
-    bool updated = dge->rebuild;
-
-    dge->rebuild = false;
-
-    for (uint32_t s = 0; s < dge->n_seq; ++s) {
-        if (!dge->is_due(s)) {
-            continue;
-        }
-
-        auto & seq = dge->seqs[s];
-
-        int32_t status;
-
-        try {
-            status = dge->cut(*lctx, s);
-        } catch (const std::bad_alloc &) {
-            status = LLAMA_DGE_ERR_MEMORY;
-        }
-
-        dge->expect_buffers(*lctx);
-
-        seq.force = false;
-        seq.error = status;
-
-        updated |= status == LLAMA_DGE_OK;
-
-        if (status == LLAMA_DGE_OK || status == LLAMA_DGE_ERR_ABORTED) {
-            continue;
-        }
-
-        // the full cache goes on
-        dge->reset_seq(s);
-        seq.error = status;
-
-        if (status < 0) {
-            LLAMA_LOG_WARN("%s: seq %d goes on with its full cache: %s\n", __func__, s, llama_dge_status_str(status));
-        }
-    }
-
-    return updated;
 }

@@ -63,6 +63,9 @@ class _Params(ctypes.Structure):
         ("n_table", ctypes.c_int32),
         ("select", _SelectCallback),
         ("select_user_data", ctypes.c_void_p),
+        ("park", ctypes.c_int32),
+        ("park_dir", ctypes.c_char_p),
+        ("park_limit", ctypes.c_int64),
     ]
 
 
@@ -87,6 +90,11 @@ class _SeqInfo(ctypes.Structure):
         ("t_select_us", ctypes.c_int64),
         ("t_compact_us", ctypes.c_int64),
         ("n_cuts", ctypes.c_int64),
+        ("n_parked", ctypes.c_int32),
+        ("n_restored", ctypes.c_int32),
+        ("bytes_parked", ctypes.c_int64),
+        ("t_park_us", ctypes.c_int64),
+        ("t_restore_us", ctypes.c_int64),
     ]
 
 

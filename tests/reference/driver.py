@@ -19,19 +19,21 @@ import numpy.typing as npt
 
 from .rounding import GGML_TYPES
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 OK, NOTHING_TO_CUT = 0, 1
 ERR_PARAMS, ERR_UNSUPPORTED, ERR_DISABLED, ERR_SEQ, ERR_QUERIES = -1, -2, -3, -4, -5
 ERR_SHARED, ERR_CUT, ERR_MEMORY, ERR_COMPUTE, ERR_ABORTED = -6, -7, -8, -9, -10
 STATE_FULL, STATE_ARMED, STATE_CUT = 0, 1, 2
-ERR_CALLBACK = -11
+ERR_CALLBACK, ERR_PARK = -11, -12
 POLICIES = {"snapkv": 0, "streamingllm": 1, "pyramidkv": 2, "h2o": 3, "custom": 4}
 SCORES = {"draft": 0, "policy": 1, "both": 2}
 POOLINGS = {"none": 0, "max": 1, "avg": 2}
 LAYER_BUDGETS = {"exact": 0, "reference": 1}
 HEAD_BUDGETS = {"uniform": 0, "adaptive": 1, "table": 2}
+PARKS = {"off": 0, "ram": 1, "disk": 2}
 ENUMS = {
+    "park": PARKS,
     "policy": POLICIES,
     "scores": SCORES,
     "pooling": POOLINGS,
@@ -83,6 +85,9 @@ class Params(ctypes.Structure):
         ("n_table", ctypes.c_int32),
         ("select", ctypes.c_void_p),
         ("select_user_data", ctypes.c_void_p),
+        ("park", ctypes.c_int32),
+        ("park_dir", ctypes.c_char_p),
+        ("park_limit", ctypes.c_int64),
     ]
 
 
@@ -95,6 +100,20 @@ class SeqInfo(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("boundary", "pos_min")),
         *((name, ctypes.c_int64) for name in ("bytes_before", "bytes_after", "bytes_kept")),
         *((name, ctypes.c_int64) for name in ("t_score_us", "t_select_us", "t_compact_us", "n_cuts")),
+        *((name, ctypes.c_int32) for name in ("n_parked", "n_restored")),
+        *((name, ctypes.c_int64) for name in ("bytes_parked", "t_park_us", "t_restore_us")),
+    ]
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name, _ in self._fields_}
+
+
+class MemoryInfo(ctypes.Structure):
+    """struct llama_dge_memory_info"""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("weights", "kv", "kv_max", "other", "compute", "dge", "parked")),
+        *((name, ctypes.c_int32) for name in ("n_cells", "n_cells_max")),
     ]
 
     def as_dict(self) -> dict[str, int]:
@@ -131,7 +150,14 @@ def dge_library() -> Any:
         "llama_dge_get_layers": (i32, [ctx, pos_p, i32]),
         "llama_dge_get_n_head_kv": (i32, [ctx, i32]),
         "llama_dge_get_kept": (i32, [ctx, i32, i32, i32, pos_p, i32]),
+        "llama_dge_seq_restore": (i32, [ctx, i32, i32]),
+        "llama_dge_set_elastic": (None, [ctypes.c_bool]),
+        "llama_dge_is_elastic": (ctypes.c_bool, [ctx]),
+        "llama_dge_elastic_cells": (i32, [i32, i32]),
+        "llama_dge_get_memory": (None, [ctx, ctypes.POINTER(MemoryInfo)]),
         "llama_dge_debug_poison": (i32, [ctx, ctypes.c_uint16]),
+        "llama_dge_debug_seq_rm": (ctypes.c_bool, [ctx, i32, i32, i32]),
+        "llama_dge_debug_fail_alloc": (None, [i32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
@@ -195,6 +221,8 @@ class Context:
         n_seq_max: int = 1,
         kv_unified: bool = True,
         n_threads: int = 1,
+        elastic: bool = False,
+        swa_full: bool = False,
         dge: dict[str, Any] | None = None,
     ) -> None:
         self.api = llama()
@@ -207,7 +235,12 @@ class Context:
         params.n_threads = params.n_threads_batch = n_threads
         params.flash_attn_type = 1 if flash_attn else 0
         params.type_k, params.type_v = GGML_TYPES[type_k], GGML_TYPES[type_v]
-        self.handle = self.api.llama_init_from_model(model.handle, params)
+        params.swa_full = swa_full
+        dge_library().llama_dge_set_elastic(elastic)
+        try:
+            self.handle = self.api.llama_init_from_model(model.handle, params)
+        finally:
+            dge_library().llama_dge_set_elastic(False)
         if not self.handle:
             raise RuntimeError("cannot create the context")
         self._batch = self.api.llama_batch_init(max(n_batch, 64), 0, 1)
@@ -340,6 +373,10 @@ class Context:
                 self._select = _raw_select(value)
                 params.select = ctypes.cast(self._select, ctypes.c_void_p)
             else:
+                if name == "park_dir":
+                    value = str(value).encode()
+                    params.park_dir = value
+                    continue
                 setattr(params, name, ENUMS.get(name, {}).get(value, value) if isinstance(value, str) else value)
         rc = int(lib.llama_dge_enable(self.handle, ctypes.byref(params)))
         if check and rc != OK:
@@ -404,3 +441,28 @@ class Context:
 
     def poison(self, pattern: int) -> int:
         return int(dge_library().llama_dge_debug_poison(self.handle, pattern))
+
+    def debug_seq_rm(self, seq: int, p0: int, p1: int) -> bool:
+        return bool(dge_library().llama_dge_debug_seq_rm(self.handle, seq, p0, p1))
+
+    def restore(self, n_match: int, seq: int = 0) -> int:
+        return int(dge_library().llama_dge_seq_restore(self.handle, seq, n_match))
+
+    def memory_info(self) -> dict[str, int]:
+        info = MemoryInfo()
+        dge_library().llama_dge_get_memory(self.handle, ctypes.byref(info))
+        return info.as_dict()
+
+
+def fail_alloc(n: int) -> None:
+    """Let the n-th allocation of the library from now on fail; 0: none."""
+    dge_library().llama_dge_debug_fail_alloc(n)
+
+
+@contextmanager
+def failing_alloc(n: int) -> Iterator[None]:
+    fail_alloc(n)
+    try:
+        yield
+    finally:
+        fail_alloc(0)

@@ -1,0 +1,437 @@
+#include "llama-dge-impl.h"
+
+#include "llama-batch.h"
+#include "llama-context.h"
+#include "llama-hparams.h"
+#include "llama-impl.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+// An elastic cache really has as many cells as it says: the arrays of cells and the tensors change together, and the
+// rest of llama.cpp sees an ordinary cache of that size. Sizes come from a ladder, so that they do not depend on how a
+// prompt was split, and every step is worth its copy.
+
+static constexpr uint32_t LLAMA_DGE_CELLS_PAD   = 256; // as attention pads n_kv
+static constexpr uint32_t LLAMA_DGE_CELLS_START = 512;
+static constexpr uint32_t LLAMA_DGE_CELLS_SPARE = 128; // room for an answer behind the rows that a cut left
+
+static thread_local bool llama_dge_elastic = false;
+
+static std::atomic<int32_t> llama_dge_fail_in { 0 };
+
+bool llama_dge_alloc_fails() {
+    return llama_dge_fail_in > 0 && --llama_dge_fail_in == 0;
+}
+
+static uint32_t llama_dge_ladder(uint32_t n_rows, uint32_t n_max) {
+    uint64_t n = LLAMA_DGE_CELLS_START;
+
+    while (n < n_rows) {
+        n = GGML_PAD(n + n / 2, LLAMA_DGE_CELLS_PAD);
+    }
+
+    return std::min<uint64_t>(n, n_max);
+}
+
+// memory that was freed goes back to the system; the C library keeps blocks of some MiB for itself otherwise
+static void llama_dge_trim() {
+#ifdef __GLIBC__
+    malloc_trim(0);
+#endif
+}
+
+//
+// API
+//
+
+void llama_dge_set_elastic(bool elastic) {
+    llama_dge_elastic = elastic;
+}
+
+bool llama_dge_is_elastic(const struct llama_context * ctx) {
+    const auto * kv = llama_dge::get_kv(*ctx);
+
+    return kv && kv->dge && kv->dge->elastic;
+}
+
+int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max) {
+    return n_rows < 0 || n_max < 0 ? LLAMA_DGE_ERR_PARAMS : (int32_t) llama_dge_ladder(n_rows, n_max);
+}
+
+void llama_dge_debug_fail_alloc(int32_t n) {
+    llama_dge_fail_in = n;
+}
+
+//
+// hooks
+//
+
+uint32_t llama_dge_start_size(const llama_hparams & hparams, uint32_t kv_size) {
+    // caches with a second one beside them that mirrors their cells stay as they are
+    if (!llama_dge_elastic || hparams.no_alloc || hparams.is_mla() || hparams.indexer_head_size > 0) {
+        return kv_size;
+    }
+
+    return llama_dge_ladder(0, kv_size);
+}
+
+llama_dge_ptr llama_dge_new_elastic(llama_kv_cache & kv, uint32_t kv_size_max) {
+    if (kv.get_size() == kv_size_max) {
+        return nullptr;
+    }
+
+    llama_dge_ptr res(new llama_dge(kv, kv.get_n_seq_max()));
+
+    res->active      = false;
+    res->elastic     = true;
+    res->n_cells_max = kv_size_max;
+
+    return res;
+}
+
+void llama_dge_on_share(llama_kv_cache * kv) {
+    auto * dge = kv ? kv->dge.get() : nullptr;
+
+    if (dge && dge->elastic) {
+        if (!dge->resize(dge->n_cells_max)) {
+            throw std::runtime_error("the cache that is to be shared could not grow to its full size");
+        }
+
+        dge->elastic = false;
+        dge->rebuild = true;
+    }
+}
+
+void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
+    auto * kv  = llama_dge::get_kv(lctx);
+    auto * dge = kv ? kv->dge.get() : nullptr;
+
+    if (!dge || !dge->elastic) {
+        return;
+    }
+
+    dge->n_new.assign(kv->get_n_stream(), 0);
+
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        dge->n_new[kv->get_n_stream() == 1 ? 0 : kv->get_stream(batch.seq_id[i][0])]++;
+    }
+}
+
+void llama_dge_on_state_cells(llama_dge * dge, uint32_t strm, llama_seq_id seq_id, uint32_t n_cells) {
+    if (dge && dge->elastic) {
+        // a failure shows as a state that does not fit
+        dge->grow(dge->cells_used(strm, seq_id) + n_cells);
+    }
+}
+
+//
+// llama_dge
+//
+
+uint32_t llama_dge::cells_used(uint32_t strm, llama_seq_id seq_id) const {
+    const auto & cells = kv.v_cells[strm];
+
+    if (seq_id < 0) {
+        return 0; // all of them are replaced
+    }
+
+    uint32_t n = cells.get_used();
+
+    for (uint32_t i = 0; i < cells.size(); ++i) {
+        n -= !cells.is_empty(i) && cells.seq_has(i, seq_id) && cells.seq_count(i) == 1;
+    }
+
+    return n;
+}
+
+uint32_t llama_dge::cells_wanted() const {
+    uint32_t n_rows = 0;
+
+    for (size_t s = 0; s < n_new.size(); ++s) {
+        if (n_new[s] > 0) {
+            n_rows = std::max(n_rows, kv.v_cells[s].get_used() + n_new[s]);
+        }
+    }
+
+    return n_rows > kv.get_size() && kv.get_size() < n_cells_max ? n_rows : 0;
+}
+
+bool llama_dge::alloc_layer(size_t ikv, uint32_t n_cells, llama_dge_layer_mem & mem) const {
+    const auto & layer = kv.layers[ikv];
+
+    mem.ctx.reset(ggml_init({ 2 * (1 + kv.n_stream) * ggml_tensor_overhead(), nullptr, true }));
+    if (!mem.ctx) {
+        return false;
+    }
+
+    const auto make = [&](const ggml_tensor * old, std::vector<ggml_tensor *> & streams) -> ggml_tensor * {
+        if (!old) {
+            streams.assign(kv.n_stream, nullptr);
+            return nullptr;
+        }
+
+        ggml_tensor * t = ggml_new_tensor_3d(mem.ctx.get(), old->type, old->ne[0], n_cells, kv.n_stream);
+        ggml_set_name(t, old->name);
+
+        for (uint32_t s = 0; s < kv.n_stream; ++s) {
+            streams.push_back(ggml_view_2d(mem.ctx.get(), t, t->ne[0], n_cells, t->nb[1], s * t->nb[2]));
+        }
+
+        return t;
+    };
+
+    mem.k = make(layer.k, mem.k_stream);
+    mem.v = make(layer.v, mem.v_stream);
+
+    if (mem.buf) {
+        // a larger buffer takes the tensors of a smaller cache
+        auto alloc = ggml_tallocr_new(mem.buf.get());
+
+        for (ggml_tensor * t : { mem.k, mem.v }) {
+            if (t && ggml_tallocr_alloc(&alloc, t) != GGML_STATUS_SUCCESS) {
+                return false;
+            }
+        }
+        for (const auto & streams : { mem.k_stream, mem.v_stream }) {
+            for (ggml_tensor * t : streams) {
+                if (t && ggml_backend_view_init(t) != GGML_STATUS_SUCCESS) {
+                    return false;
+                }
+            }
+        }
+    } else {
+        if (!llama_dge_alloc_fails()) {
+            mem.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(
+                    mem.ctx.get(), ggml_backend_buffer_get_type(layer.k->buffer)));
+        }
+        if (!mem.buf) {
+            return false;
+        }
+
+        // padding must not hold a NaN
+        ggml_backend_buffer_clear(mem.buf.get(), 0);
+    }
+
+    return true;
+}
+
+void llama_dge::swap_layer(size_t ikv, llama_dge_layer_mem & mem) {
+    auto & layer = kv.layers[ikv];
+
+    layer.k        = mem.k;
+    layer.v        = mem.v;
+    layer.k_stream = mem.k_stream;
+    layer.v_stream = mem.v_stream;
+
+    // the buffers that the cache was made with go when the last layer has left them
+    auto & slot = own_bufs ? kv.ctxs_bufs[ikv] : staged[ikv];
+
+    slot.first  = std::move(mem.ctx);
+    slot.second = std::move(mem.buf);
+}
+
+// the first n_copy cells of a tensor of n_from cells, arranged for one of n_to cells; t: one of the two
+static void llama_dge_relayout(uint8_t * to, uint32_t n_to, const uint8_t * from, uint32_t n_from, uint32_t n_copy,
+        const ggml_tensor * t, bool trans) {
+    const size_t  size   = trans ? ggml_type_size(t->type) : t->nb[1];
+    const int64_t n_rows = trans ? t->ne[0] * t->ne[2] : t->ne[2];
+
+    for (int64_t i = 0; i < n_rows; ++i) {
+        memcpy(to + i * n_to * size, from + i * n_from * size, n_copy * size);
+    }
+}
+
+void llama_dge::copy_cells(const llama_dge_layer_mem & dst, size_t ikv, uint32_t n_copy) const {
+    const auto copy = [&](const ggml_tensor * from, ggml_tensor * to, bool trans) {
+        std::vector<uint8_t> data;
+        std::vector<uint8_t> out;
+
+        const bool from_host = ggml_backend_buffer_is_host(from->buffer);
+        const bool to_host   = ggml_backend_buffer_is_host(to->buffer);
+
+        if (!from_host) {
+            data.resize(ggml_nbytes(from));
+            ggml_backend_tensor_get(from, data.data(), 0, data.size());
+        }
+        if (!to_host) {
+            out.resize(ggml_nbytes(to), 0);
+        }
+
+        llama_dge_relayout(to_host ? (uint8_t *) to->data : out.data(), to->ne[1],
+                from_host ? (const uint8_t *) from->data : data.data(), from->ne[1], n_copy, from, trans);
+
+        if (!to_host) {
+            ggml_backend_tensor_set(to, out.data(), 0, out.size());
+        }
+    };
+
+    copy(kv.layers[ikv].k, dst.k, false);
+
+    if (kv.layers[ikv].v) {
+        copy(kv.layers[ikv].v, dst.v, kv.v_trans);
+    }
+}
+
+void llama_dge::shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_t> & spare) {
+    auto & layer = kv.layers[ikv];
+
+    const auto keep = [&](const ggml_tensor * t, bool trans) {
+        std::vector<uint8_t> data;
+        if (!ggml_backend_buffer_is_host(t->buffer)) {
+            data.resize(ggml_nbytes(t));
+            ggml_backend_tensor_get(t, data.data(), 0, data.size());
+        }
+
+        const size_t offset = spare.size();
+        spare.resize(offset + ggml_nbytes(t) / t->ne[1] * n_cells);
+
+        llama_dge_relayout(spare.data() + offset, n_cells, data.empty() ? (const uint8_t *) t->data : data.data(),
+                t->ne[1], n_cells, t, trans);
+    };
+
+    spare.clear();
+
+    keep(layer.k, false);
+    if (layer.v) {
+        keep(layer.v, kv.v_trans);
+    }
+
+    llama_dge_layer_mem mem;
+
+    mem.buf = std::move(kv.ctxs_bufs[ikv].second);
+    GGML_ASSERT(alloc_layer(ikv, n_cells, mem) && "smaller tensors fit into the buffer of larger ones");
+
+    ggml_backend_tensor_set(mem.k, spare.data(), 0, ggml_nbytes(mem.k));
+    if (mem.v) {
+        ggml_backend_tensor_set(mem.v, spare.data() + ggml_nbytes(mem.k), 0, ggml_nbytes(mem.v));
+    }
+
+    swap_layer(ikv, mem);
+}
+
+void llama_dge::resize_cells(uint32_t n_cells) {
+    for (uint32_t s = 0; s < kv.n_stream; ++s) {
+        auto & cells = kv.v_cells[s];
+
+        const auto old = cells.cp(0, std::min(cells.size(), n_cells));
+
+        cells.resize(n_cells);
+        cells.set(0, old);
+
+        if (kv.v_heads[s] > n_cells) {
+            kv.v_heads[s] = 0;
+        }
+    }
+}
+
+void llama_dge::resize_begin() {
+    if (!own_bufs) {
+        staged.resize(kv.layers.size());
+    }
+}
+
+void llama_dge::resize_end(uint32_t n_cells) {
+    if (!own_bufs) {
+        kv.ctxs_bufs.clear();
+        for (auto & slot : staged) {
+            kv.ctxs_bufs.push_back(std::move(slot));
+        }
+        staged.clear();
+
+        own_bufs = true;
+    }
+
+    resize_cells(n_cells);
+
+    // graphs hold the old tensors
+    rebuild = true;
+
+    llama_dge_trim();
+}
+
+bool llama_dge::resize(uint32_t n_cells) {
+    const uint32_t n_old  = kv.get_size();
+    const uint32_t n_copy = std::min(n_old, n_cells);
+
+    // copies of cells do not take a pending shift along
+    if (n_cells == n_old || kv.get_has_shift()) {
+        return n_cells == n_old;
+    }
+
+    const auto layers_old = kv.layers;
+
+    // what a way back needs is there before the first step
+    std::vector<uint8_t> spare;
+    for (const auto & layer : kv.layers) {
+        spare.reserve(std::max(spare.capacity(), ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0)));
+    }
+
+    resize_begin();
+
+    size_t n_done = 0;
+
+    for (; n_done < kv.layers.size(); ++n_done) {
+        llama_dge_layer_mem mem;
+
+        if (!alloc_layer(n_done, n_cells, mem)) {
+            break;
+        }
+
+        copy_cells(mem, n_done, n_copy);
+        swap_layer(n_done, mem);
+    }
+
+    if (n_done == kv.layers.size()) {
+        resize_end(n_cells);
+        return true;
+    }
+
+    if (own_bufs) {
+        // layers that have grown go back to the old size inside their new buffers: that takes no memory
+        for (size_t i = 0; i < n_done; ++i) {
+            shrink_in_place(i, n_old, spare);
+        }
+    } else {
+        kv.layers = layers_old;
+        staged.clear();
+    }
+
+    rebuild = true;
+
+    const double missing = (double) cell_bytes() * (n_cells - n_copy) / 1024 / 1024;
+
+    LLAMA_LOG_ERROR("%s: no memory for %u instead of %u cells: %.1f MiB are missing\n", __func__, n_cells, n_old,
+            missing * (kv.layers.size() - n_done) / kv.layers.size());
+
+    return false;
+}
+
+bool llama_dge::grow(uint32_t n_rows) {
+    const uint32_t n_cells = llama_dge_ladder(n_rows, n_cells_max);
+
+    return n_cells <= kv.get_size() || resize(n_cells);
+}
+
+uint32_t llama_dge::shrunk_size(uint32_t n_top) const {
+    const uint32_t n_cells = GGML_PAD(n_top + LLAMA_DGE_CELLS_SPARE, LLAMA_DGE_CELLS_PAD);
+
+    return elastic && n_cells < kv.get_size() && !kv.get_has_shift() ? n_cells : kv.get_size();
+}
+
+int64_t llama_dge::cell_bytes() const {
+    int64_t res = 0;
+
+    for (const auto & layer : kv.layers) {
+        res += layer.k->nb[1] * kv.n_stream;
+        res += layer.v ? layer.v->nb[1] * kv.n_stream : 0;
+    }
+
+    return res;
+}

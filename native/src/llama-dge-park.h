@@ -1,0 +1,62 @@
+#pragma once
+
+#include "llama-kv-cells.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+// The rows of a sequence as they were before its cut, in host memory or in a file. No ggml here: rows are bytes in the
+// cache's own type.
+
+struct llama_dge_park_layer {
+    size_t size_k = 0; // bytes of a row of K
+    size_t size_v = 0; // bytes of a row of V; with a transposed V: of one element
+    size_t n_v    = 0; // 1; with a transposed V: elements of a row, each with those of all rows behind one another
+
+    std::unique_ptr<uint8_t[]> k;
+    std::unique_ptr<uint8_t[]> v;
+
+    std::vector<float> sums; // of H2O, [n_head_kv][n_rows]
+};
+
+struct llama_dge_parked {
+    llama_dge_parked();
+    ~llama_dge_parked();
+
+    llama_dge_parked(const llama_dge_parked &)             = delete;
+    llama_dge_parked & operator=(const llama_dge_parked &) = delete;
+
+    // false: out of memory
+    bool alloc(llama_dge_park_layer & layer) const;
+
+    int64_t n_bytes_layer(const llama_dge_park_layer & layer) const;
+    int64_t n_bytes() const;
+
+    // false: the file cannot be made, written, or read, or does not hold what was written; `error` tells
+    bool file_begin(const std::string & dir, std::string & error);
+    bool file_write(const llama_dge_park_layer & layer, std::string & error);
+    bool file_end(std::string & error);
+    bool file_check(std::string & error) const;
+    bool file_read(size_t i, llama_dge_park_layer & layer, std::string & error) const;
+
+    int32_t n_rows   = 0;
+    int32_t n_summed = 0;
+
+    std::vector<llama_dge_park_layer> layers; // with a file: sizes only
+    std::vector<llama_kv_cell_ext>    exts;   // [n_rows]
+
+    // layers that are not cut: their state just before the cut, and the first position of sliding windows in it
+    std::vector<uint8_t> others;
+    int32_t              others_pos_min = 0;
+
+    std::string path;
+
+private:
+    struct file;
+
+    std::unique_ptr<file> out;
+    std::vector<uint64_t> hashes; // of each layer in the file
+};
