@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ CHOICES = {
     "pooling": ("max", "avg"),
     "layer_budgets": ("exact", "reference"),
     "head_budgets": ("uniform", "adaptive"),
-    "new_turn": ("reprefill", "append"),
+    "new_turn": ("restore", "append", "reprefill"),
+    "park": ("ram", "disk", "off"),
 }
 MAX_ROWS = 2**24
 NOT_INTEGERS = [True, False, 1.0, 2.5, NAN, INF, "8", None, [8], b"8", -(2**31) - 1]
@@ -99,13 +101,6 @@ def test_message_names_the_choices(field: str) -> None:
 def test_settings_that_do_not_fit_together(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}=.*budget="):
         DGEConfig(**settings)
-
-
-def test_planned_settings_say_what_works() -> None:
-    with pytest.raises(NotImplementedError, match=r"^new_turn.*not implemented yet; ") as caught:
-        DGEConfig(new_turn="restore")
-    for choice in CHOICES["new_turn"]:
-        assert f'"{choice}"' in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +211,11 @@ def test_defaults() -> None:
         "sinks": 4,
         "layer_budgets": "exact",
         "head_budgets": "uniform",
-        "new_turn": "reprefill",
+        "new_turn": "restore",
+        "park": "ram",
+        "park_dir": None,
+        "park_limit": None,
+        "elastic": True,
         "strict": True,
     }
 
@@ -242,10 +241,35 @@ def test_from_another_type(value: Any) -> None:
         DGEConfig.from_any(value)
 
 
-@pytest.mark.parametrize("key", ["Budget", "park", "refresh", "elastic", "", 5], ids=repr)
+@pytest.mark.parametrize("key", ["Budget", "parks", "refresh", "elastic_", "", 5], ids=repr)
 def test_unknown_setting(key: Any) -> None:
     with pytest.raises(TypeError, match="unknown setting") as caught:
         DGEConfig.from_any({key: 1})
     assert repr(key) in str(caught.value)
     for field in dataclasses.fields(DGEConfig):
         assert field.name in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [0, -1, 2**62, True, 1.5, "1G"], ids=repr)
+def test_park_limit_is_a_number_of_bytes(limit: Any) -> None:
+    with pytest.raises(ValueError, match=r"^park_limit=.*must be a number of bytes"):
+        DGEConfig(park_limit=limit)
+
+
+def test_park_folder(tmp_path: Path) -> None:
+    assert DGEConfig(park_dir=tmp_path).park_dir == str(tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^park_dir=5: must be the path of a folder"):
+        DGEConfig(park_dir=5)  # type: ignore[arg-type]
+
+
+def test_nothing_is_parked_for_turns_that_need_nothing() -> None:
+    assert DGEConfig(park="disk").parks == "disk"
+    assert DGEConfig(park="disk", new_turn="append").parks == "off"
+    assert DGEConfig(new_turn="reprefill").parks == "off"
+
+
+@pytest.mark.parametrize("field", ["elastic", "strict"])
+@pytest.mark.parametrize("value", [1, 0, None, "yes"], ids=repr)
+def test_switches_are_true_or_false(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}=.*must be True or False"):
+        DGEConfig(**{field: value})

@@ -13,11 +13,11 @@ import importlib.metadata
 from ._native import DGEError
 from .config import DGEConfig, Policy
 from .llama import Llama
-from .stats import DGEStats
+from .stats import DGEMemory, DGEStats
 
 try:
     __version__ = importlib.metadata.version("llama-dge")
 except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+unknown"
 
-__all__ = ["DGEConfig", "DGEError", "DGEStats", "Llama", "Policy", "__version__"]
+__all__ = ["DGEConfig", "DGEError", "DGEMemory", "DGEStats", "Llama", "Policy", "__version__"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import os
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +15,7 @@ import numpy.typing as npt
 
 from ._library import LIBRARY
 from .config import DGEConfig, Policy
-from .stats import DGEStats
+from .stats import DGEMemory, DGEStats
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,7 @@ _POOLINGS = {"none": 0, "max": 1, "avg": 2}
 _LAYER_BUDGETS = {"exact": 0, "reference": 1}
 _HEAD_BUDGETS = {"uniform": 0, "adaptive": 1}
 _HEAD_BUDGETS_TABLE = 2
+_PARKS = {"off": 0, "ram": 1, "disk": 2}
 _STATES = ("full", "armed", "cut")
 
 
@@ -98,6 +103,20 @@ class _SeqInfo(ctypes.Structure):
     ]
 
 
+class _MemoryInfo(ctypes.Structure):
+    _fields_ = [
+        ("weights", ctypes.c_int64),
+        ("kv", ctypes.c_int64),
+        ("kv_max", ctypes.c_int64),
+        ("other", ctypes.c_int64),
+        ("compute", ctypes.c_int64),
+        ("dge", ctypes.c_int64),
+        ("parked", ctypes.c_int64),
+        ("n_cells", ctypes.c_int32),
+        ("n_cells_max", ctypes.c_int32),
+    ]
+
+
 def _bind(name: str, restype: Any, *argtypes: Any) -> Any:
     function = getattr(LIBRARY, name)
     function.restype = restype
@@ -117,6 +136,10 @@ _seq_disarm = _bind("llama_dge_seq_disarm", ctypes.c_int32, _CTX, _SEQ)
 _seq_cut = _bind("llama_dge_seq_cut", ctypes.c_int32, _CTX, _SEQ)
 _seq_reuse = _bind("llama_dge_seq_reuse", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32, ctypes.c_int32)
 _get_seq_info = _bind("llama_dge_get_seq_info", ctypes.c_int32, _CTX, _SEQ, ctypes.POINTER(_SeqInfo))
+_seq_restore = _bind("llama_dge_seq_restore", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32)
+_set_elastic = _bind("llama_dge_set_elastic", None, ctypes.c_bool)
+_elastic_cells = _bind("llama_dge_elastic_cells", ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
+_get_memory = _bind("llama_dge_get_memory", None, _CTX, ctypes.POINTER(_MemoryInfo))
 _get_layers = _bind("llama_dge_get_layers", ctypes.c_int32, _CTX, _INT32_P, ctypes.c_int32)
 _get_n_head_kv = _bind("llama_dge_get_n_head_kv", ctypes.c_int32, _CTX, ctypes.c_int32)
 _get_kept = _bind(
@@ -230,6 +253,9 @@ def enable(ctx: int, config: DGEConfig) -> Any:
         params.head_budgets = _HEAD_BUDGETS_TABLE
         params.table = (ctypes.c_int32 * len(rows))(*rows)
         params.n_table = len(rows)
+    params.park = _PARKS[config.parks]
+    params.park_dir = os.fsencode(config.park_dir if config.park_dir is not None else tempfile.gettempdir())
+    params.park_limit = config.park_limit or 0
     _check("enabling eviction", _enable(ctx, ctypes.byref(params)))
     return callback
 
@@ -254,6 +280,33 @@ def seq_reuse(ctx: int, seq: int, n_prompt: int, n_match: int) -> int:
     return int(_seq_reuse(ctx, seq, n_prompt, n_match))
 
 
+def seq_restore(ctx: int, seq: int, n_match: int) -> int:
+    """Put parked rows back. Returns how many the sequence holds now, 0 where none fit; raises DGEError."""
+    return _check("restoring the parked rows", _seq_restore(ctx, seq, n_match))
+
+
+@contextlib.contextmanager
+def elastic(on: bool) -> Iterator[None]:
+    """Let contexts that are created inside the block begin with a small cache."""
+    _set_elastic(on)
+    try:
+        yield
+    finally:
+        _set_elastic(False)
+
+
+def elastic_cells(n_rows: int, n_max: int) -> int:
+    """Return the cells of an elastic cache of at most n_max that holds n_rows."""
+    return int(_elastic_cells(n_rows, n_max))
+
+
+def memory(ctx: int) -> DGEMemory:
+    """Return what the context uses."""
+    info = _MemoryInfo()
+    _get_memory(ctx, ctypes.byref(info))
+    return DGEMemory(**{name: getattr(info, name) for name, *_ in info._fields_})
+
+
 def seq_stats(ctx: int, seq: int) -> DGEStats:
     """Return what is known of a sequence; raises DGEError."""
     info = _SeqInfo()
@@ -276,6 +329,11 @@ def seq_stats(ctx: int, seq: int) -> DGEStats:
         seconds_select=info.t_select_us * 1e-6,
         seconds_compact=info.t_compact_us * 1e-6,
         n_cuts=info.n_cuts,
+        rows_parked=info.n_parked,
+        rows_restored=info.n_restored,
+        bytes_parked=info.bytes_parked,
+        seconds_park=info.t_park_us * 1e-6,
+        seconds_restore=info.t_restore_us * 1e-6,
         error=status_text(info.error) if info.error < 0 else None,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +19,8 @@ DRAFT_POOLINGS = ("none", "max", "avg")
 POOLINGS = ("max", "avg")
 LAYER_BUDGETS = ("exact", "reference")
 HEAD_BUDGETS = ("uniform", "adaptive")
-NEW_TURNS = ("reprefill", "append")
+NEW_TURNS = ("restore", "append", "reprefill")
+PARKS = ("ram", "disk", "off")
 
 # far above any context, far below what could overflow an int32 sum in the library
 MAX_ROWS = 2**24
@@ -112,9 +114,21 @@ class DGEConfig:
         cut and KV head, window included, instead of `budget`. Attention skips what a head does not keep, but cells are
         allotted for the head with the most.
     new_turn
-        What a later prompt that builds on a cut one does. "reprefill": it is evaluated from its start, so nothing is
-        lost, and is cut anew. "append": its new part is evaluated on the rows that are left: fast, but what was evicted
-        stays lost, and there is no second cut.
+        What a later prompt that builds on a cut one does. "restore": the parked rows are put back, what came after them
+        is evaluated again, and all goes on as if nothing had been cut; then it is cut anew. Where nothing is parked
+        that fits, it is evaluated from its start. "append": its new part is evaluated on the rows that are left: fast,
+        but what was evicted stays lost, and there is no second cut. "reprefill": it is evaluated from its start.
+    park
+        Where the rows of before the cut wait for ``new_turn="restore"``: "ram", host memory; "disk", a file that is
+        removed when it is of no use any more; "off", nowhere. On a computer whose cache is in host memory anyway, "ram"
+        keeps what the cut frees.
+    park_dir
+        Folder of the files, by default the system's for temporary files.
+    park_limit
+        Bytes that may be parked; a prompt that needs more is not cut. None: no limit.
+    elastic
+        True: the buffers of the cache begin small, grow with use up to n_ctx, and shrink after a cut. False: they are
+        allocated for n_ctx once and for all, as llama.cpp does.
     strict
         True: raise ValueError for a model that cannot be cut. False: warn once and run it without eviction.
 
@@ -122,8 +136,6 @@ class DGEConfig:
     ------
     ValueError
         A value is out of range; the message names the field, the value and what is allowed.
-    NotImplementedError
-        A setting that is planned and does not exist yet.
 
     Examples
     --------
@@ -142,7 +154,11 @@ class DGEConfig:
     sinks: int = 4
     layer_budgets: str = "exact"
     head_budgets: str | Sequence[Sequence[int]] = "uniform"
-    new_turn: str = "reprefill"
+    new_turn: str = "restore"
+    park: str = "ram"
+    park_dir: str | None = None
+    park_limit: int | None = None
+    elastic: bool = True
     strict: bool = True
 
     def __post_init__(self) -> None:
@@ -153,7 +169,8 @@ class DGEConfig:
         self._check_choice("draft_pooling", DRAFT_POOLINGS)
         self._check_choice("pooling", POOLINGS)
         self._check_choice("layer_budgets", LAYER_BUDGETS)
-        self._check_choice("new_turn", NEW_TURNS, planned=("restore",))
+        self._check_choice("new_turn", NEW_TURNS)
+        self._check_park()
 
         self._check_rows("draft_tokens", 1)
         self._check_rows("window", 1)
@@ -161,10 +178,28 @@ class DGEConfig:
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size={self.kernel_size}: must be odd")
         self._check_rows("sinks", 0)
-        if not isinstance(self.strict, bool):
-            raise ValueError(f"strict={self.strict!r}: must be True or False")
+        for field in ("elastic", "strict"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field}={getattr(self, field)!r}: must be True or False")
         self._check_head_budgets()
         self._check_budget()
+
+    @property
+    def parks(self) -> str:
+        """Where rows are parked: `park`, or "off" where no setting needs them."""
+        return self.park if self.new_turn == "restore" else "off"
+
+    def _check_park(self) -> None:
+        self._check_choice("park", PARKS)
+        if self.park_dir is not None:
+            if not isinstance(self.park_dir, (str, os.PathLike)):
+                raise ValueError(f"park_dir={self.park_dir!r}: must be the path of a folder, or None")
+            object.__setattr__(self, "park_dir", os.fspath(self.park_dir))
+        limit = self.park_limit
+        if limit is not None:
+            if not _is_int(limit) or not 1 <= int(limit) < 2**62:
+                raise ValueError(f"park_limit={limit!r}: must be a number of bytes from 1 on, or None")
+            object.__setattr__(self, "park_limit", int(limit))
 
     def _check_head_budgets(self) -> None:
         value = self.head_budgets
@@ -221,12 +256,9 @@ class DGEConfig:
                 'with policy="streamingllm"'
             )
 
-    def _check_choice(self, field: str, allowed: Sequence[str], planned: Sequence[str] = (), other: str = "") -> None:
+    def _check_choice(self, field: str, allowed: Sequence[str], other: str = "") -> None:
         value = getattr(self, field)
         choices = " or ".join(f'"{choice}"' for choice in allowed)
-        if isinstance(value, str) and value in planned:
-            works = f"{choices} works" if len(allowed) == 1 else f"{choices} work"
-            raise NotImplementedError(f'{field}="{value}" is not implemented yet; {works}')
         if not isinstance(value, str) or value not in allowed:
             raise ValueError(f"{field}={value!r}: must be {choices}{other}")
 
@@ -254,7 +286,7 @@ class DGEConfig:
         ------
         TypeError
             Another type, or a dict with a key that is not a field.
-        ValueError, NotImplementedError
+        ValueError
             As the constructor.
         """
         if value is None or value is False:

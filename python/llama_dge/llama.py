@@ -17,8 +17,10 @@ import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from . import _native
+from ._states import UncutStates
+from ._turns import Turns
 from .config import DGEConfig
-from .stats import DGEStats
+from .stats import DGEMemory, DGEStats
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class Llama(llama_cpp.Llama):
     - The cut is made by `generate` and everything built on it. Code that drives `eval` and `sample` calls `evict`.
     - A prompt with images or audio is not cut; a warning says so once.
     - `set_cache`: states of a cut sequence are not stored, for they answer one question only.
+    - Threads: calls wait for each other. A stream that was begun before another call raises RuntimeError when it is
+      asked for its next token, because its cache is gone.
     - A decode that fails, or is interrupted, empties the cache; the next call starts over.
     - With `draft_model`, logits of all tokens are kept (n_ctx x n_vocab floats), which llama_cpp.Llama needs as well
       but does not allocate, so that it fails where the prompt is longer than n_batch.
@@ -78,6 +82,7 @@ class Llama(llama_cpp.Llama):
         self._dge_arm_error: str | None = None
         self._dge_last_token: int | None = None  # last token that generate() yielded
         self._dge_text_end = 0  # positions below were filled by eval(), that is by tokens and not by images
+        self._dge_turns = Turns()
 
         unknown = sorted(name for name in kwargs if name.startswith("dge"))
         if unknown:
@@ -90,7 +95,8 @@ class Llama(llama_cpp.Llama):
         if kwargs.get("draft_model") is not None:
             kwargs["logits_all"] = True
 
-        super().__init__(model_path, **kwargs)
+        with _native.elastic(self.dge_config is not None and self.dge_config.elastic):
+            super().__init__(model_path, **kwargs)
         if self.dge_config is not None:
             try:
                 self._dge_enable(self.dge_config)
@@ -148,6 +154,11 @@ class Llama(llama_cpp.Llama):
         return stats
 
     @property
+    def dge_memory(self) -> DGEMemory:
+        """Bytes that the model and its context use now."""
+        return _native.memory(self.ctx)
+
+    @property
     def dge_layers(self) -> list[int]:
         """Layers of the model that a cut applies to, ascending."""
         return _native.layers(self.ctx)
@@ -203,15 +214,17 @@ class Llama(llama_cpp.Llama):
             raise RuntimeError("evict: eviction is off; pass dge=True to the constructor")
         if self._dge_text_end < self.n_tokens:
             raise RuntimeError("evict: a prompt with images or audio cannot be cut")
-        return _native.seq_cut(self.ctx, _SEQ)
+        with self._dge_turns.look():
+            return _native.seq_cut(self.ctx, _SEQ)
 
     # the stock methods that must know about a cut
 
     def reset(self) -> None:
         """Reset the model state, eviction included."""
-        super().reset()  # type: ignore[no-untyped-call]
-        if self._dge_on:
-            self._dge_clear()
+        with self._dge_turns.call():
+            super().reset()  # type: ignore[no-untyped-call]
+            if self._dge_on:
+                self._dge_clear()
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate a list of tokens.
@@ -224,12 +237,16 @@ class Llama(llama_cpp.Llama):
         if not self._dge_on:
             super().eval(tokens)
             return
+        with self._dge_turns.call():
+            self._dge_eval(tokens)
+
+    def _dge_eval(self, tokens: Sequence[int]) -> None:
         start = self.n_tokens
         # n_tokens was moved back, by the caller or for a prefix: the stock method ignores that rows were missing there
         if 0 < start < self._dge_text_end and start <= _native.seq_stats(self.ctx, _SEQ).boundary:
-            tokens = self._input_ids.tolist() + list(tokens)
-            self._dge_clear()
-            start = 0
+            before = self._input_ids.tolist()
+            start = self._dge_restore(start)
+            tokens = before[start:] + list(tokens)
         try:
             super().eval(tokens)
         except BaseException:
@@ -248,25 +265,27 @@ class Llama(llama_cpp.Llama):
             return
         tokens = list(tokens)
         reset = _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("reset", True)
-        self._dge_prepare(tokens, reset)
+        with self._dge_turns.call() as turn:
+            self._dge_prepare(tokens, reset)
 
         inner = super().generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
         cut_seen_at: int | None = None
         armed = False
         while True:
-            try:
-                token = inner.send(sent)
-            except StopIteration:
-                return
-            if not armed:
-                # Only now is the prompt complete: it may have come in several evals, some of them before this call.
-                armed = True
-                cut_seen_at = self._dge_arm()
-            elif cut_seen_at is not None and self.n_tokens >= cut_seen_at:
-                cut_seen_at = None
-                self._dge_report()
-            self._dge_last_token = token
+            with self._dge_turns.step(turn):
+                try:
+                    token = inner.send(sent)
+                except StopIteration:
+                    return
+                if not armed:
+                    # Only now is the prompt complete: it may have come in several evals, some of them before this call.
+                    armed = True
+                    cut_seen_at = self._dge_arm()
+                elif cut_seen_at is not None and self.n_tokens >= cut_seen_at:
+                    cut_seen_at = None
+                    self._dge_report()
+                self._dge_last_token = token
             sent = yield token
 
     def _dge_prepare(self, tokens: list[int], reset: bool) -> None:
@@ -287,21 +306,40 @@ class Llama(llama_cpp.Llama):
             return  # a chat handler put images into the cache and hands over the whole prompt
 
         if state == "cut":
+            config = self._dge_config_in_force
+            if config.new_turn == "append":
+                # the stock class reuses the prefix where the library can remove what follows it, and starts over
+                # through reset() where it cannot
+                return
             # The prompt is what the cache holds, or that and the last token of the answer, which is not in the cache
             # yet: nothing new is asked, the answer goes on.
             rest = tokens[match:]
-            resumed = match == self.n_tokens and rest in ([], [self._dge_last_token])
-            if self._dge_config_in_force.new_turn == "reprefill" and not resumed:
-                self._dge_clear()
-            # "append": the stock class reuses the prefix where the library can remove what follows it, and starts
-            # over through reset() where it cannot
-            return
+            if match == self.n_tokens and rest in ([], [self._dge_last_token]):
+                return
+            match = self._dge_restore(match)
 
         # The scores need the queries of the prompt's last tokens, which were not kept if those came in an older prompt.
         reuse = max(0, _native.seq_reuse(self.ctx, _SEQ, len(tokens), min(match, self._dge_text_end)))
         if reuse < match:
             self.n_tokens = reuse
             self._requires_eval = True
+
+    def _dge_restore(self, n_match: int) -> int:
+        """Make a cut sequence whole again. Returns how many of the first n_match tokens it holds now."""
+        n = 0
+        if self._dge_config_in_force.new_turn == "restore" and n_match > 0:
+            try:
+                n = _native.seq_restore(self.ctx, _SEQ, n_match)
+            except _native.DGEError as error:
+                self._dge_warn("restore", f"the prompt is evaluated from its start: {error}")
+        if n == 0:
+            self._dge_clear()
+            return 0
+        logger.debug("%d parked rows are back", n)
+        self.n_tokens = n
+        self._requires_eval = True
+        self._dge_text_end = min(self._dge_text_end, n)
+        return n
 
     def _dge_arm(self) -> int | None:
         """State that the prompt is complete. Returns the number of tokens at which a cut will have been made."""
@@ -340,15 +378,28 @@ class Llama(llama_cpp.Llama):
         self._dge_text_end = 0
         self._dge_arm_error = None
 
+    # requests: one at a time, other threads wait
+
+    def create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate text from a prompt; parameters as in llama_cpp.Llama.create_completion."""
+        with self._dge_turns.request(self._dge_on):
+            return super().create_completion(*args, **kwargs)
+
+    def create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate a reply to messages; parameters as in llama_cpp.Llama.create_chat_completion."""
+        with self._dge_turns.request(self._dge_on):
+            return super().create_chat_completion(*args, **kwargs)
+
     # states
 
     def set_cache(self, cache: BaseLlamaCache | None) -> None:
         """Set the cache for states of earlier prompts. States of a cut sequence are not stored in it."""
-        super().set_cache(_UncutStates(cache) if self._dge_on and cache is not None else cache)
+        super().set_cache(UncutStates(cache) if self._dge_on and cache is not None else cache)
 
     def save_state(self) -> llama_cpp.LlamaState:
-        """Save the state. After a cut it holds the rows that are left, and loads where eviction is on."""
-        state = super().save_state()
+        """Save the state. After a cut it holds the rows that are left but not those that are parked."""
+        with self._dge_turns.look():
+            state = super().save_state()
         if self._dge_on:
             state.dge = {  # type: ignore[attr-defined]
                 "cut": self.n_tokens > 0 and _native.seq_stats(self.ctx, _SEQ).state == "cut",
@@ -366,35 +417,14 @@ class Llama(llama_cpp.Llama):
             The state is damaged, or is of another model, cache layout or version. The cache is empty then.
         """
         saved: dict[str, Any] = getattr(state, "dge", {})
-        try:
-            super().load_state(state)
-        except BaseException:
-            self._dge_clear()
-            raise
+        with self._dge_turns.call():
+            try:
+                super().load_state(state)
+            except BaseException:
+                self._dge_clear()
+                raise
         self._dge_text_end = saved.get("text_end", self.n_tokens)
         self._dge_last_token = saved.get("last_token")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "dge": self.dge_config}  # type: ignore[no-untyped-call]
-
-
-class _UncutStates(BaseLlamaCache):
-    """Passes states on to a cache, except those of a cut sequence: they would push out states that can be reused."""
-
-    def __init__(self, cache: BaseLlamaCache) -> None:
-        super().__init__(cache.capacity_bytes)
-        self.cache = cache
-
-    @property
-    def cache_size(self) -> int:
-        return self.cache.cache_size
-
-    def __getitem__(self, key: Sequence[int]) -> llama_cpp.LlamaState:
-        return self.cache[key]
-
-    def __contains__(self, key: Sequence[int]) -> bool:
-        return key in self.cache
-
-    def __setitem__(self, key: Sequence[int], value: llama_cpp.LlamaState) -> None:
-        if not getattr(value, "dge", {}).get("cut", False):
-            self.cache[key] = value

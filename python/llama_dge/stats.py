@@ -1,4 +1,4 @@
-"""What is known about the eviction of the current prompt."""
+"""What is known about the eviction of the current prompt, and about memory."""
 
 from __future__ import annotations
 
@@ -41,6 +41,12 @@ class DGEStats:
         Time of the cut: scores on the device, choice of the rows on the host, moving them.
     n_cuts
         Cuts since the model was loaded.
+    rows_parked, bytes_parked
+        Rows of before the cut that wait for a later prompt, and their size.
+    rows_restored
+        Rows that the last prompt got back from there; 0 where it did not build on a cut one.
+    seconds_park, seconds_restore
+        Time that parking took, which is part of `seconds_compact`, and the last restore.
     error
         Why the last attempt to cut failed, or None.
     rows_by_head
@@ -64,6 +70,11 @@ class DGEStats:
     seconds_select: float
     seconds_compact: float
     n_cuts: int
+    rows_parked: int = 0
+    rows_restored: int = 0
+    bytes_parked: int = 0
+    seconds_park: float = 0.0
+    seconds_restore: float = 0.0
     error: str | None = None
     rows_by_head: tuple[tuple[int, ...], ...] = ()
 
@@ -71,3 +82,36 @@ class DGEStats:
     def seconds(self) -> float:
         """Seconds that the whole cut took."""
         return self.seconds_score + self.seconds_select + self.seconds_compact
+
+
+@dataclass(frozen=True)
+class DGEMemory:
+    """Bytes that a model and its context use now, over all devices.
+
+    Parameters
+    ----------
+    weights
+        The model.
+    kv, kv_max
+        Buffers of the cache that can be cut, as they are and at their full size.
+    other
+        Sliding-window caches and recurrent states.
+    compute
+        Buffers of the graphs.
+    dge
+        Captured queries, sums and biases.
+    parked
+        Rows that wait for a later prompt, in host memory or in files.
+    n_cells, n_cells_max
+        Cells of the cache, as many as it holds rows, likewise.
+    """
+
+    weights: int
+    kv: int
+    kv_max: int
+    other: int
+    compute: int
+    dge: int
+    parked: int
+    n_cells: int
+    n_cells_max: int
