@@ -162,22 +162,22 @@ struct llama_dge_seq_info {
     int64_t   t_compact_us;  //               rows moved, cells freed
     int64_t   n_cuts;        // cuts in this context since it was enabled, of all sequences
     int32_t   n_parked;      // rows that llama_dge_seq_restore() could put back, from position 0 on
-    int32_t   n_restored;    // rows that the last restore of this sequence put back; 0: there was none since it was empty
+    int32_t   n_restored; // rows that the last restore of this sequence put back; 0: there was none since it was empty
     int64_t   bytes_parked;
-    int64_t   t_park_us;     // microseconds: rows parked, part of t_compact_us
-    int64_t   t_restore_us;  //               the last restore
+    int64_t   t_park_us;    // microseconds: rows parked, part of t_compact_us
+    int64_t   t_restore_us; //               the last restore
 };
 
 // bytes that a context uses, over all devices
 struct llama_dge_memory_info {
     int64_t weights;
-    int64_t kv;       // buffers of the cache that can be cut, as they are now
-    int64_t kv_max;   // ... at their full size
-    int64_t other;    // other memory of the context: sliding-window caches, recurrent states
-    int64_t compute;  // buffers of the graphs, as they are now
-    int64_t dge;      // captured queries, sums, biases
+    int64_t kv;      // buffers of the cache that can be cut, as they are now
+    int64_t kv_max;  // ... at their full size
+    int64_t other;   // other memory of the context: sliding-window caches, recurrent states
+    int64_t compute; // buffers of the graphs, as they are now
+    int64_t dge;     // captured queries, sums, biases
     int64_t parked;
-    int32_t n_cells;     // cells of the cache, per stream, as they are now
+    int32_t n_cells; // cells of the cache, per stream, as they are now
     int32_t n_cells_max;
 };
 
@@ -213,14 +213,15 @@ LLAMA_API int32_t llama_dge_seq_disarm(struct llama_context * ctx, llama_seq_id 
 LLAMA_API int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id);
 
 // A prompt of n_prompt tokens shares its first n_match tokens with what the sequence holds. How many of them may be
-// kept so that a later cut has all the queries it needs? Returns n_match or less, or a negative status.
+// kept so that a later cut has all the queries it needs, and none was made with other LoRA adapters than those in force
+// now? Returns n_match or less, or a negative status.
 LLAMA_API int32_t llama_dge_seq_reuse(
         const struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, int32_t n_match);
 
 // Put the parked rows back: the sequence holds min(n_match, n_parked) rows afterwards, exactly as before the cut, and
 // is not cut any more. What it decoded after the cut is dropped and has to be evaluated again. Returns the number of
-// rows; 0, with nothing changed, where no rows can be put back for this n_match: nothing is parked, or the state of
-// layers that are not cut (sliding windows, recurrent ones) is not known at n_match. On an error the sequence is as it
+// rows; 0, with nothing changed, where no rows can be put back for this n_match: nothing is parked, other LoRA adapters
+// are in force, or the state of layers that are not cut (sliding windows, recurrent ones) is not known at n_match. On an error the sequence is as it
 // was. ERR_DISABLED, ERR_SEQ, ERR_PARAMS, ERR_MEMORY, ERR_PARK
 LLAMA_API int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_match);
 

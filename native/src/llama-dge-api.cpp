@@ -292,6 +292,11 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
 
     const auto & dge = *llama_dge_get(ctx);
 
+    // rows that were evaluated with other LoRA adapters
+    if (n_match > 0 && dge.adapters != llama_dge::get_adapters(*ctx)) {
+        return 0;
+    }
+
     if (n_prompt <= dge.resolve_budget(n_prompt)) {
         return n_match;
     }

@@ -98,6 +98,9 @@ struct llama_dge {
     // recurrent layers likewise
     static bool has_recurrent(const llama_context & lctx);
 
+    // LoRA adapters in force and their scales
+    static llama_dge_adapters get_adapters(const llama_context & lctx);
+
     // nullptr if eviction can work on this context, else the reason
     static const char * unsupported(const llama_context & lctx);
 
@@ -315,6 +318,8 @@ struct llama_dge {
     bufs_t   staged; // buffers of a resize that is going on, while not own_bufs
 
     std::vector<uint32_t> n_new; // rows per stream of the next batch
+
+    llama_dge_adapters adapters; // of the last decode
 
     std::string park_dir; // copy of llama_dge_params.park_dir
 

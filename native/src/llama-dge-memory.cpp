@@ -113,7 +113,13 @@ void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
     auto * kv  = llama_dge::get_kv(lctx);
     auto * dge = kv ? kv->dge.get() : nullptr;
 
-    if (!dge || !dge->elastic) {
+    if (!dge) {
+        return;
+    }
+
+    dge->adapters = llama_dge::get_adapters(lctx);
+
+    if (!dge->elastic) {
         return;
     }
 

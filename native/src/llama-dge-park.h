@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 // The rows of a sequence as they were before its cut, in host memory or in a file. No ggml here: rows are bytes in the
@@ -21,6 +22,9 @@ struct llama_dge_park_layer {
 
     std::vector<float> sums; // of H2O, [n_head_kv][n_rows]
 };
+
+// rows that were made with other adapters are of no use
+using llama_dge_adapters = std::vector<std::pair<const void *, float>>;
 
 struct llama_dge_parked {
     llama_dge_parked();
@@ -51,6 +55,8 @@ struct llama_dge_parked {
     // layers that are not cut: their state just before the cut, and the first position of sliding windows in it
     std::vector<uint8_t> others;
     int32_t              others_pos_min = 0;
+
+    llama_dge_adapters adapters;
 
     std::string path;
 

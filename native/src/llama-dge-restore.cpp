@@ -99,6 +99,7 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
 
     parked->n_rows   = cells.size();
     parked->n_summed = seqs[seq_id].n_summed;
+    parked->adapters = adapters;
 
     for (const uint32_t cell : cells) {
         parked->exts.push_back(kv.v_cells[strm].ext_get(cell));
@@ -205,7 +206,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     const int32_t n = parked ? std::min(n_match, parked->n_rows) : 0;
 
-    if (n <= 0 || !others_fit(lctx, *parked, n)) {
+    if (n <= 0 || parked->adapters != get_adapters(lctx) || !others_fit(lctx, *parked, n)) {
         return 0;
     }
 

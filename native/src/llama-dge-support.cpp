@@ -1,11 +1,14 @@
 #include "llama-dge-impl.h"
 
+#include "llama-adapter.h"
 #include "llama-context.h"
 #include "llama-hparams.h"
 #include "llama-kv-cache-iswa.h"
 #include "llama-memory-hybrid-iswa.h"
 #include "llama-memory-hybrid.h"
 #include "llama-model.h"
+
+#include <algorithm>
 
 static llama_kv_cache_iswa * llama_dge_get_iswa(const llama_context & lctx) {
     auto * memory = lctx.get_memory();
@@ -40,6 +43,20 @@ bool llama_dge::has_recurrent(const llama_context & lctx) {
     auto * memory = lctx.get_memory();
 
     return dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory);
+}
+
+llama_dge_adapters llama_dge::get_adapters(const llama_context & lctx) {
+    llama_dge_adapters res;
+
+    if (lctx.loras) {
+        for (const auto & [adapter, scale] : *lctx.loras) {
+            res.emplace_back(adapter, scale);
+        }
+    }
+
+    std::sort(res.begin(), res.end());
+
+    return res;
 }
 
 const char * llama_dge::unsupported(const llama_context & lctx) {

@@ -157,6 +157,24 @@ def write_gguf(model: TinyModel, path: Path) -> Path:
     return path
 
 
+def write_lora(model: TinyModel, path: Path, rank: int = 4) -> Path:
+    """Write a LoRA adapter with random weights for the output projections of attention; returns the path."""
+    rng = np.random.default_rng(17)
+    writer: Any = gguf.GGUFWriter(str(path), "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    for i, layer in enumerate(model.layers):
+        n_out, n_in = layer["attn_output"].shape
+        for name, shape in (("lora_a", (rank, n_in)), ("lora_b", (n_out, rank))):
+            writer.add_tensor(f"blk.{i}.attn_output.weight.{name}", rng.normal(size=shape).astype(np.float32) * 0.3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 #: The models of the tests: group sizes 1, 2, 3 and 8, both head sizes, one of a single layer, in which the K and V
 #: of a row depend on the row's own token alone, and one with layers enough for a pyramid.
 ZOO = {
