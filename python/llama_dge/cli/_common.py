@@ -17,7 +17,17 @@ import llama_cpp
 from llama_cpp._internals import LlamaModel
 
 from .. import _native, models
-from ..config import DRAFT_POOLINGS, HEAD_BUDGETS, LAYER_BUDGETS, POLICIES, POOLINGS, SCORES, DGEConfig
+from ..config import (
+    DRAFT_POOLINGS,
+    HEAD_BUDGETS,
+    LAYER_BUDGETS,
+    NEW_TURNS,
+    PARKS,
+    POLICIES,
+    POOLINGS,
+    SCORES,
+    DGEConfig,
+)
 from ..llama import Llama
 from ..stats import DGEStats
 
@@ -67,6 +77,68 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what is going on")
 
 
+def at_least(least: int) -> Any:
+    """Make a type for argparse: an int that is not smaller."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    parse.__name__ = "int"  # what argparse calls a text that int() refuses
+    return parse
+
+
+def temperature(text: str) -> float:
+    """Parse the temperature of a sampler, for argparse."""
+    value = float(text)
+    if not 0.0 <= value <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0 .. 100")
+    return value
+
+
+def add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """Add what shapes an answer."""
+    parser.add_argument("--max-tokens", type=at_least(1), default=256, metavar="N", help="length of the answer (256)")
+    parser.add_argument("--temp", type=temperature, default=0.0, metavar="T", help="temperature (0: greedy)")
+    parser.add_argument("--seed", type=at_least(1), default=1, metavar="N", help="of the sampler (1)")
+
+
+def add_cache_options(parser: argparse.ArgumentParser) -> None:
+    """Add what shapes the cache."""
+    parser.add_argument(
+        "--flash-attn", action=argparse.BooleanOptionalAction, help="flash attention (if --type-v is quantised)"
+    )
+    types = ", ".join(CACHE_TYPES)
+    for letter in "kv":
+        parser.add_argument(
+            f"--type-{letter}", choices=CACHE_TYPES, default="f16", metavar="TYPE", help=f"of the cache (f16): {types}"
+        )
+
+
+def cache_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the parameters of `Llama` that the options of `add_cache_options` stand for."""
+    flash_attn = args.flash_attn
+    if flash_attn is None:
+        flash_attn = args.type_v not in ("f32", "f16", "bf16")
+    return {
+        "flash_attn": flash_attn,
+        "type_k": CACHE_TYPES[args.type_k],
+        "type_v": CACHE_TYPES[args.type_v],
+    }
+
+
+def read_text(path: str) -> str:
+    """Read a file, or stdin where it is "-"; raises CLIError."""
+    try:
+        if path == "-":
+            return sys.stdin.buffer.read().decode("utf-8")
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CLIError(f"cannot read {path}: {error}") from error
+
+
 def _budget(text: str) -> int | float:
     try:
         return int(text)
@@ -99,6 +171,19 @@ def add_dge_options(parser: argparse.ArgumentParser, default: DGEConfig) -> None
     add("sinks", "first rows that always stay, with streamingllm", type=int, metavar="N")
     add("layer-budgets", "how pyramidkv's numbers are rounded", choices=LAYER_BUDGETS)
     add("head-budgets", "how the heads of a layer share its rows", choices=HEAD_BUDGETS)
+    add("new-turn", "what a prompt that builds on a cut one does", choices=NEW_TURNS)
+    add("park", "where the rows of before the cut wait for it", choices=PARKS)
+    add("park-dir", "folder for --park disk", metavar="DIR")
+    add("park-limit", "bytes that may be parked", type=int, metavar="N")
+    add("elastic", "a cache that grows with use and shrinks after a cut", action=argparse.BooleanOptionalAction)
+
+
+def wanted_dge(args: argparse.Namespace, default: DGEConfig) -> DGEConfig | None:
+    """Return the settings that were asked for, None with --full; raises CLIError."""
+    given = given_dge_options(args)
+    if args.full and given:
+        raise CLIError(f"--full excludes {', '.join('--' + name.replace('_', '-') for name in given)}")
+    return None if args.full else dge_config(default, given)
 
 
 def given_dge_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,13 +207,13 @@ def model_path(name_or_path: str, progress: Progress, manifest: Path | None = No
     return found if isinstance(found, Path) else models.fetch(found, report=progress.line)
 
 
-def load(path: Path, progress: Progress, **kwargs: Any) -> Llama:
-    """Load a model, quietly; raises CLIError."""
+def load(path: Path, progress: Progress, make: Callable[..., Llama] | None = None, **kwargs: Any) -> Llama:
+    """Load a model, quietly; raises CLIError. `make` takes the place of `Llama`."""
     progress.update(f"loading {path.name}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            return Llama(str(path), verbose=False, **kwargs)
+            return (make or Llama)(str(path), verbose=False, **kwargs)
     except (ValueError, _native.DGEError) as error:
         raise CLIError(str(error)) from error
     finally:
@@ -187,13 +272,18 @@ class Answer:
     @property
     def why_full(self) -> str:
         """Why nothing was cut."""
-        if self.stats is None:
-            return "eviction is off"
-        if self.stats.error is not None:
-            return self.stats.error
-        if self.stats.state == "armed":
-            return "the answer ended before the cut"
-        return "the prompt is not longer than the budget"
+        return why_full(self.stats)
+
+
+def why_full(stats: DGEStats | None) -> str:
+    """Why nothing was cut."""
+    if stats is None:
+        return "eviction is off"
+    if stats.error is not None:
+        return stats.error
+    if stats.state == "armed":
+        return "the answer ended before the cut"
+    return "the prompt is not longer than the budget"
 
 
 def answer(

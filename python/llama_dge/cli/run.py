@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from llama_cpp._internals import LlamaModel
@@ -12,39 +11,24 @@ from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from ..config import DGEConfig
 from ._common import (
-    CACHE_TYPES,
     Answer,
     CLIError,
     Progress,
+    add_answer_options,
+    add_cache_options,
     add_dge_options,
     add_verbose,
     answer,
-    dge_config,
-    given_dge_options,
+    at_least,
+    cache_settings,
     load,
     load_vocabulary,
     mebibytes,
     model_path,
+    read_text,
     tokenize,
+    wanted_dge,
 )
-
-
-def _at_least(least: int) -> Any:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    parse.__name__ = "int"  # what argparse calls a text that int() refuses
-    return parse
-
-
-def _temperature(text: str) -> float:
-    value = float(text)
-    if not 0.0 <= value <= 100.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0 .. 100")
-    return value
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -57,22 +41,13 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name of `llama-dge models list`")
     parser.add_argument("-f", "--file", metavar="FILE", help="document, UTF-8; - reads stdin")
     parser.add_argument("-p", "--prompt", metavar="QUESTION", help="question, put after the document")
-    parser.add_argument("--max-tokens", type=_at_least(1), default=256, metavar="N", help="length of the answer (256)")
-    parser.add_argument("--temp", type=_temperature, default=0.0, metavar="T", help="temperature (0: greedy)")
-    parser.add_argument("--seed", type=_at_least(1), default=1, metavar="N", help="of the sampler (1)")
+    add_answer_options(parser)
     parser.add_argument(
         "--chat", action=argparse.BooleanOptionalAction, help="use the model's chat template (if it has one)"
     )
-    parser.add_argument("--n-ctx", type=_at_least(1), metavar="N", help="context (what prompt and answer need)")
-    parser.add_argument(
-        "--flash-attn", action=argparse.BooleanOptionalAction, help="flash attention (if --type-v is quantised)"
-    )
-    types = ", ".join(CACHE_TYPES)
-    for letter in "kv":
-        parser.add_argument(
-            f"--type-{letter}", choices=CACHE_TYPES, default="f16", metavar="TYPE", help=f"of the cache (f16): {types}"
-        )
-    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="CPU threads (half of the cores to decode)")
+    parser.add_argument("--n-ctx", type=at_least(1), metavar="N", help="context (what prompt and answer need)")
+    add_cache_options(parser)
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads (half of the cores to decode)")
     parser.add_argument("--full", action="store_true", help="keep the full cache")
     add_dge_options(parser, DGEConfig())
     add_verbose(parser)
@@ -80,10 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    given = given_dge_options(args)
-    if args.full and given:
-        raise CLIError(f"--full excludes {', '.join('--' + name.replace('_', '-') for name in given)}")
-    config = None if args.full else dge_config(DGEConfig(), given)
+    config = wanted_dge(args, DGEConfig())
     prompt = _read_prompt(args)
     progress = Progress(args.verbose)
     path = model_path(args.model, progress)
@@ -99,20 +71,15 @@ def _run(args: argparse.Namespace) -> int:
             f"{len(tokens)} tokens of prompt and {args.max_tokens} of answer do not fit into --n-ctx {n_ctx}"
         )
 
-    flash_attn = args.flash_attn
-    if flash_attn is None:
-        flash_attn = args.type_v not in ("f32", "f16", "bf16")
     llm = load(
         path,
         progress,
         dge=config,
         n_ctx=n_ctx,
         seed=args.seed,
-        flash_attn=flash_attn,
-        type_k=CACHE_TYPES[args.type_k],
-        type_v=CACHE_TYPES[args.type_v],
         n_threads=args.threads,
         n_threads_batch=args.threads,
+        **cache_settings(args),
     )
     n_trained = llm._model.n_ctx_train()
     if n_ctx > n_trained:
@@ -130,14 +97,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _read_prompt(args: argparse.Namespace) -> str:
-    parts = []
-    try:
-        if args.file == "-":
-            parts.append(sys.stdin.buffer.read().decode("utf-8"))
-        elif args.file is not None:
-            parts.append(Path(args.file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CLIError(f"cannot read {args.file}: {error}") from error
+    parts = [] if args.file is None else [read_text(args.file)]
     if args.prompt is not None:
         parts.append(args.prompt)
     if not parts:
