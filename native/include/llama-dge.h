@@ -235,6 +235,10 @@ LLAMA_API int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max);
 
 LLAMA_API void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_memory_info * info);
 
+// A number that differs between models and between caches of unlike types, for keys of saved states; 0 where eviction is
+// not supported. Reads some of the weights.
+LLAMA_API uint64_t llama_dge_fingerprint(const struct llama_context * ctx);
+
 LLAMA_API int32_t llama_dge_get_seq_info(
         const struct llama_context * ctx, llama_seq_id seq_id, struct llama_dge_seq_info * info);
 

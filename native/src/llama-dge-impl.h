@@ -14,6 +14,9 @@
 #include <string>
 #include <vector>
 
+// tells data that is damaged or another from that which is expected; not meant against anybody
+uint64_t llama_dge_hash(uint64_t hash, const void * data, size_t size);
+
 // fault injection, see llama_dge_debug_fail_alloc()
 bool llama_dge_alloc_fails();
 
@@ -287,6 +290,9 @@ struct llama_dge {
             const char * name, const shapes_t & shapes, std::vector<ggml_tensor *> & res, bufs_t & bufs) const;
 
     const llama_hparams & hparams() const;
+
+    // of the model and the layout of its cache
+    static uint64_t fingerprint(const llama_kv_cache & kv);
 
     // KV heads of a layer of the cache
     uint32_t n_head_kv(size_t ikv) const;

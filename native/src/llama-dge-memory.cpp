@@ -132,8 +132,11 @@ void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
 
 void llama_dge_on_state_cells(llama_dge * dge, uint32_t strm, llama_seq_id seq_id, uint32_t n_cells) {
     if (dge && dge->elastic) {
+        // what was read of other streams is written when all is read, and then their tensors must be the same
+        const bool all = seq_id < 0 && dge->kv.get_n_stream() > 1;
+
         // a failure shows as a state that does not fit
-        dge->grow(dge->cells_used(strm, seq_id) + n_cells);
+        dge->grow(all ? dge->n_cells_max : dge->cells_used(strm, seq_id) + n_cells);
     }
 }
 

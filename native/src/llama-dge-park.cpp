@@ -28,8 +28,9 @@ struct llama_dge_parked::file {
     FILE * fp;
 };
 
-// tells a damaged file from a good one; not meant against anybody
-static uint64_t llama_dge_hash(uint64_t hash, const uint8_t * data, size_t size) {
+uint64_t llama_dge_hash(uint64_t hash, const void * bytes, size_t size) {
+    const auto * data = (const uint8_t *) bytes;
+
     const auto mix = [&](uint64_t word) {
         hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
         hash ^= hash >> 29;

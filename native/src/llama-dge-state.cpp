@@ -2,6 +2,7 @@
 
 #include "llama-impl.h"
 #include "llama-io.h"
+#include "llama-model.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,7 +12,7 @@
 // A state without a cut sequence is byte for byte a stock state. One with a cut sequence starts with this mark where
 // stock expects its small stream count, so that stock, and this library with DGE off, refuse it.
 static constexpr uint32_t LLAMA_DGE_STATE_MARK    = 0xd6ed6e01u;
-static constexpr uint32_t LLAMA_DGE_STATE_VERSION = 2;
+static constexpr uint32_t LLAMA_DGE_STATE_VERSION = 3;
 
 // fixed part of a sequence in the section; rows follow: per layer and head a count and the positions
 struct llama_dge_state_seq {
@@ -27,6 +28,35 @@ struct llama_dge_state_seq {
     int64_t bytes_after;
     int64_t bytes_kept;
 };
+
+uint64_t llama_dge::fingerprint(const llama_kv_cache & kv) {
+    uint64_t res = kv.v_trans;
+
+    for (const auto & layer : kv.layers) {
+        const int64_t shape[] = { layer.il, layer.k->type, layer.k->ne[0], layer.v ? layer.v->type : -1,
+            layer.v ? layer.v->ne[0] : 0 };
+
+        res = llama_dge_hash(res, shape, sizeof(shape));
+    }
+
+    // norms and biases are small, and no two models have the same
+    std::vector<uint8_t> data;
+
+    for (const auto & [name, t] : kv.model.tensors_by_name) {
+        if (ggml_n_dims(t) == 1 && t->buffer && t->data) {
+            data.resize(ggml_nbytes(t));
+            ggml_backend_tensor_get(t, data.data(), 0, data.size());
+
+            res = llama_dge_hash(res, data.data(), data.size());
+        }
+    }
+
+    return res;
+}
+
+uint64_t llama_dge_fingerprint(const struct llama_context * ctx) {
+    return llama_dge::unsupported(*ctx) ? 0 : llama_dge::fingerprint(*llama_dge::get_kv(*ctx));
+}
 
 template <typename T>
 static T llama_dge_read(llama_io_read_i & io) {
@@ -64,6 +94,7 @@ void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_s
 
     llama_dge_write(io, LLAMA_DGE_STATE_MARK);
     llama_dge_write(io, LLAMA_DGE_STATE_VERSION);
+    llama_dge_write(io, llama_dge::fingerprint(dge->kv));
     llama_dge_write(io, (uint32_t) dge->layers.size());
 
     for (size_t i = 0; i < dge->layers.size(); ++i) {
@@ -108,8 +139,10 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
         return;
     }
 
-    llama_dge_state_check(dge, "it holds a sequence that was cut; enable DGE on this context first");
+    llama_dge_state_check(dge && dge->active, "it holds a sequence that was cut; enable DGE on this context first");
     llama_dge_state_check(llama_dge_read<uint32_t>(io) == LLAMA_DGE_STATE_VERSION, "unknown version");
+    llama_dge_state_check(llama_dge_read<uint64_t>(io) == llama_dge::fingerprint(dge->kv),
+            "it is of another model or another type of cache");
     llama_dge_state_check(llama_dge_read<uint32_t>(io) == dge->layers.size(), "another number of layers");
 
     for (size_t i = 0; i < dge->layers.size(); ++i) {
@@ -131,7 +164,7 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
         llama_dge_state_check(head.pos_min >= 0 && head.pos_min < head.n_prompt && head.boundary == head.n_prompt - 1 &&
                                       head.n_before == head.n_prompt + head.n_draft && head.n_draft >= 0 &&
                                       n_cap >= 0 && n_cap <= head.pos_min &&
-                                      (uint32_t) head.n_after <= dge->kv.get_size(),
+                                      (uint32_t) head.n_after <= dge->n_cells_max,
                 "damaged counts");
 
         llama_dge_seq seq;

@@ -140,6 +140,7 @@ _seq_restore = _bind("llama_dge_seq_restore", ctypes.c_int32, _CTX, _SEQ, ctypes
 _set_elastic = _bind("llama_dge_set_elastic", None, ctypes.c_bool)
 _elastic_cells = _bind("llama_dge_elastic_cells", ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
 _get_memory = _bind("llama_dge_get_memory", None, _CTX, ctypes.POINTER(_MemoryInfo))
+_fingerprint = _bind("llama_dge_fingerprint", ctypes.c_uint64, _CTX)
 _get_layers = _bind("llama_dge_get_layers", ctypes.c_int32, _CTX, _INT32_P, ctypes.c_int32)
 _get_n_head_kv = _bind("llama_dge_get_n_head_kv", ctypes.c_int32, _CTX, ctypes.c_int32)
 _get_kept = _bind(
@@ -298,6 +299,11 @@ def elastic(on: bool) -> Iterator[None]:
 def elastic_cells(n_rows: int, n_max: int) -> int:
     """Return the cells of an elastic cache of at most n_max that holds n_rows."""
     return int(_elastic_cells(n_rows, n_max))
+
+
+def fingerprint(ctx: int) -> int:
+    """Return a number that differs between models and types of cache."""
+    return int(_fingerprint(ctx))
 
 
 def memory(ctx: int) -> DGEMemory:

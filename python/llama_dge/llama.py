@@ -8,6 +8,7 @@ import inspect
 import logging
 import sys
 import warnings
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -405,6 +406,8 @@ class Llama(llama_cpp.Llama):
                 "cut": self.n_tokens > 0 and _native.seq_stats(self.ctx, _SEQ).state == "cut",
                 "text_end": self._dge_text_end,
                 "last_token": self._dge_last_token,
+                "model": _native.fingerprint(self.ctx),
+                "checksum": zlib.crc32(state.llama_state),
             }
         return state
 
@@ -419,6 +422,10 @@ class Llama(llama_cpp.Llama):
         saved: dict[str, Any] = getattr(state, "dge", {})
         with self._dge_turns.call():
             try:
+                if "checksum" in saved and saved["checksum"] != zlib.crc32(state.llama_state):
+                    raise RuntimeError("load_state: the state is damaged: its checksum differs")
+                if self._dge_on and "model" in saved and saved["model"] != _native.fingerprint(self.ctx):
+                    raise RuntimeError("load_state: the state is of another model or another type of cache")
                 super().load_state(state)
             except BaseException:
                 self._dge_clear()

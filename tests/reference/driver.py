@@ -154,6 +154,7 @@ def dge_library() -> Any:
         "llama_dge_set_elastic": (None, [ctypes.c_bool]),
         "llama_dge_is_elastic": (ctypes.c_bool, [ctx]),
         "llama_dge_elastic_cells": (i32, [i32, i32]),
+        "llama_dge_fingerprint": (ctypes.c_uint64, [ctx]),
         "llama_dge_get_memory": (None, [ctx, ctypes.POINTER(MemoryInfo)]),
         "llama_dge_debug_poison": (i32, [ctx, ctypes.c_uint16]),
         "llama_dge_debug_seq_rm": (ctypes.c_bool, [ctx, i32, i32, i32]),
