@@ -77,11 +77,13 @@ def _chat(args: argparse.Namespace) -> int:
     path = model_path(args.model, progress)
     vocabulary = load_vocabulary(path)
     n_document = len(tokenize(vocabulary, document or ""))
-    n_trained = vocabulary.n_ctx_train()
-    n_ctx = args.n_ctx or max(min(-(-(n_document + _ROOM) // 256) * 256, n_trained), 256)
+    metadata = vocabulary.metadata()
+    # a vocabulary alone does not tell it otherwise
+    n_trained = int(metadata.get(f"{metadata.get('general.architecture')}.context_length", _ROOM))
+    n_ctx = args.n_ctx or min(-(-(n_document + _ROOM) // 256) * 256, n_trained)
     if n_document >= n_ctx:
         raise CLIError(f"the document has {n_document} tokens and does not fit into --n-ctx {n_ctx}")
-    if "tokenizer.chat_template" not in vocabulary.metadata():
+    if "tokenizer.chat_template" not in metadata:
         print("llama-dge chat: the model has no chat template, that of Llama 2 is taken", file=sys.stderr)
     if n_ctx > n_trained:
         print(f"llama-dge chat: the model was trained for {n_trained} tokens, not {n_ctx}", file=sys.stderr)
