@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     speed ratios against stock and against dge off'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, bench-policies, bench-select, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, bench-policies, bench-select, sweep, clean'
 
 # --- environment
 
@@ -91,7 +91,7 @@ test-python: setup
 test-stock: setup
 	$(PY) -m pytest -m stock $(PYTEST_ARGS)
 
-test-model: setup
+test-model: setup sweep-build
 	$(PY) -m pytest -m 'model or slow' $(PYTEST_ARGS)
 
 # llama.cpp's own tests on the patched library; its own build folder, which shares nothing but ccache's entries
@@ -99,6 +99,17 @@ test-upstream: $(TOOLS)
 	$(RUN) cmake -S . -B build/upstream-tests -G Ninja $(CMAKE_PY) -DLLAMA_DGE_UPSTREAM_TESTS=ON $(CMAKE_ARGS)
 	$(RUN) cmake --build build/upstream-tests --target llama-dge-upstream-tests
 	$(RUN) ctest --test-dir build/upstream-tests --output-on-failure --no-tests=error
+
+# Is every architecture cut exactly, or refused? llama.cpp's test-llama-archs writes a tiny random model of each into
+# build/archs (1 GB), docs/models.md tells the result. E.g. make sweep SWEEP_ARGS="--only llama gemma3"
+SWEEP_ARGS ?=
+.PHONY: sweep sweep-build
+sweep-build: $(TOOLS)
+	$(RUN) cmake -S . -B build/upstream-tests -G Ninja $(CMAKE_PY) -DLLAMA_DGE_UPSTREAM_TESTS=ON $(CMAKE_ARGS)
+	$(RUN) cmake --build build/upstream-tests --target test-llama-archs
+
+sweep: setup sweep-build
+	PYTHONPATH="tests$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m arch_sweep $(or $(SWEEP_ARGS),--table docs/models.md)
 
 CPP_FILES = $(shell find native -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
