@@ -188,7 +188,7 @@ int32_t llama_dge_disable(struct llama_context * ctx) {
     if (!dge) {
         return LLAMA_DGE_OK;
     }
-    if (llama_dge_any_cut(dge)) {
+    if (dge->any_cut()) {
         return LLAMA_DGE_ERR_CUT;
     }
 
@@ -402,9 +402,16 @@ int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, i
     ctx->synchronize();
 
     try {
+        // copies of streams and shifts that wait for the next decode would meet other rows
+        ctx->sched_reserve();
+        ctx->memory_update(false);
+
         res = dge.restore(*ctx, seq_id, n_match);
     } catch (const std::bad_alloc &) {
         // everything is allocated before the first row moves
+        res = LLAMA_DGE_ERR_MEMORY;
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         res = LLAMA_DGE_ERR_MEMORY;
     }
 
@@ -442,9 +449,11 @@ void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_mem
     info->other -= info->kv;
     info->n_cells     = kv->get_size();
     info->n_cells_max = kv->dge ? kv->dge->n_cells_max : kv->get_size();
-    info->kv_max      = (int64_t) ((double) info->kv / info->n_cells * info->n_cells_max);
+    info->kv_max      = info->kv;
 
     if (kv->dge) {
+        // a growth that failed may have left larger buffers than the cells need
+        info->kv_max = kv->dge->elastic ? kv->dge->cell_bytes() * kv->dge->n_cells_max : info->kv;
         info->parked = kv->dge->parked_bytes();
         info->dge    = kv->dge->own_bytes();
     }

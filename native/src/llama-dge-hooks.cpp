@@ -179,8 +179,8 @@ llama_pos llama_dge_seq_pos_min(const llama_dge * dge, llama_seq_id seq_id, llam
 }
 
 bool llama_dge_any_cut(const llama_dge * dge) {
-    return dge && std::any_of(dge->seqs.begin(), dge->seqs.end(),
-                          [](const auto & seq) { return seq.state == LLAMA_DGE_STATE_CUT; });
+    // a shift that waits is one of other sequences; the update that makes it asks again, and would not take no
+    return dge && !dge->kv.get_has_shift() && dge->any_cut();
 }
 
 //

@@ -180,6 +180,8 @@ struct llama_dge {
 
     int32_t arm(llama_seq_id seq_id, int32_t n_prompt);
 
+    bool any_cut() const;
+
     // forget all but what was captured
     void reset_seq(llama_seq_id seq_id);
 
@@ -229,7 +231,8 @@ struct llama_dge {
     // layer by layer; resize_end() makes the number of cells fit what the tensors have
     void resize_begin();
     void swap_layer(size_t ikv, llama_dge_layer_mem & mem);
-    void resize_cells(uint32_t n_cells);
+    void resize_cells(uint32_t n_cells); // shifts that wait are kept
+    bool can_resize() const;
     void resize_end(uint32_t n_cells);
 
     void shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_t> & spare);

@@ -325,14 +325,51 @@ void llama_dge::shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_
     swap_layer(ikv, mem);
 }
 
+bool llama_dge::can_resize() const {
+    for (uint32_t s = 0; s < kv.n_stream && kv.get_has_shift(); ++s) {
+        const auto & cells = kv.v_cells[s];
+
+        for (uint32_t i = 0; i < cells.size(); ++i) {
+            // a division that waits: the position before it cannot be told from the shift
+            if (!cells.is_empty(i) && cells.pos_get(i) < cells.get_shift(i)) {
+                return false;
+            }
+        }
+    }
+
+    return true;
+}
+
 void llama_dge::resize_cells(uint32_t n_cells) {
     for (uint32_t s = 0; s < kv.n_stream; ++s) {
+        const auto old = kv.v_cells[s];
+
         auto & cells = kv.v_cells[s];
 
-        const auto old = cells.cp(0, std::min(cells.size(), n_cells));
-
         cells.resize(n_cells);
-        cells.set(0, old);
+
+        for (uint32_t i = 0; i < std::min(old.size(), n_cells); ++i) {
+            if (old.is_empty(i)) {
+                continue;
+            }
+
+            const llama_pos shift = old.get_shift(i);
+
+            cells.pos_set(i, old.pos_get(i) - shift);
+            cells.ext_set(i, old.ext_get(i));
+
+            // in a unified cache there may be sequences that eviction does not know
+            for (int32_t t = 0, n = old.seq_count(i); n > 0 && t < LLAMA_MAX_SEQ; ++t) {
+                if (old.seq_has(i, t)) {
+                    cells.seq_add(i, t);
+                    n--;
+                }
+            }
+
+            if (shift != 0) {
+                cells.pos_add(i, shift);
+            }
+        }
 
         if (kv.v_heads[s] > n_cells) {
             kv.v_heads[s] = 0;
@@ -369,8 +406,7 @@ bool llama_dge::resize(uint32_t n_cells) {
     const uint32_t n_old  = kv.get_size();
     const uint32_t n_copy = std::min(n_old, n_cells);
 
-    // copies of cells do not take a pending shift along
-    if (n_cells == n_old || kv.get_has_shift()) {
+    if (n_cells == n_old || !can_resize()) {
         return n_cells == n_old;
     }
 

@@ -2,6 +2,7 @@
 
 #include "llama-dge-impl.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
@@ -73,6 +74,17 @@ bool llama_dge_parked::alloc(llama_dge_park_layer & layer) const {
     layer.v.reset(new (std::nothrow) uint8_t[layer.size_v * layer.n_v * n_rows]);
 
     return layer.k && layer.v;
+}
+
+bool llama_dge_parked::alloc_largest(llama_dge_park_layer & buf) const {
+    buf.n_v = 1;
+
+    for (const auto & layer : layers) {
+        buf.size_k = std::max(buf.size_k, layer.size_k);
+        buf.size_v = std::max(buf.size_v, layer.size_v * layer.n_v);
+    }
+
+    return alloc(buf);
 }
 
 int64_t llama_dge_parked::n_bytes_layer(const llama_dge_park_layer & layer) const {
@@ -151,14 +163,18 @@ bool llama_dge_parked::file_end(std::string & error) {
     return ok;
 }
 
-bool llama_dge_parked::file_read(size_t i, llama_dge_park_layer & layer, std::string & error) const {
+bool llama_dge_parked::file_read(size_t i, llama_dge_park_layer & buf, std::string & error) const {
     int64_t offset = 0;
     for (size_t j = 0; j < i; ++j) {
         offset += (int64_t) (layers[j].size_k + layers[j].size_v * layers[j].n_v) * n_rows;
     }
 
-    const size_t size_k = layer.size_k * n_rows;
-    const size_t size_v = layer.size_v * layer.n_v * n_rows;
+    buf.size_k = layers[i].size_k;
+    buf.size_v = layers[i].size_v;
+    buf.n_v    = layers[i].n_v;
+
+    const size_t size_k = buf.size_k * n_rows;
+    const size_t size_v = buf.size_v * buf.n_v * n_rows;
 
     errno = 0;
 
@@ -170,13 +186,13 @@ bool llama_dge_parked::file_read(size_t i, llama_dge_park_layer & layer, std::st
     const bool found = in.fp && fseeko(in.fp, offset, SEEK_SET) == 0;
 #endif
 
-    if (!found || std::fread(layer.k.get(), 1, size_k, in.fp) != size_k ||
-            std::fread(layer.v.get(), 1, size_v, in.fp) != size_v) {
+    if (!found || std::fread(buf.k.get(), 1, size_k, in.fp) != size_k ||
+            std::fread(buf.v.get(), 1, size_v, in.fp) != size_v) {
         error = llama_dge_file_error("cannot read", path);
         return false;
     }
 
-    if (llama_dge_hash_layer(layer, size_k, size_v) != hashes[i]) {
+    if (llama_dge_hash_layer(buf, size_k, size_v) != hashes[i]) {
         error = path + " is damaged";
         return false;
     }
@@ -184,19 +200,9 @@ bool llama_dge_parked::file_read(size_t i, llama_dge_park_layer & layer, std::st
     return true;
 }
 
-bool llama_dge_parked::file_check(std::string & error) const {
+bool llama_dge_parked::file_check(llama_dge_park_layer & buf, std::string & error) const {
     for (size_t i = 0; i < layers.size(); ++i) {
-        llama_dge_park_layer layer;
-
-        layer.size_k = layers[i].size_k;
-        layer.size_v = layers[i].size_v;
-        layer.n_v    = layers[i].n_v;
-
-        if (!alloc(layer)) {
-            error = "out of memory";
-            return false;
-        }
-        if (!file_read(i, layer, error)) {
+        if (!file_read(i, buf, error)) {
             return false;
         }
     }

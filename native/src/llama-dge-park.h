@@ -36,6 +36,9 @@ struct llama_dge_parked {
     // false: out of memory
     bool alloc(llama_dge_park_layer & layer) const;
 
+    // one that takes any of the layers; false: out of memory
+    bool alloc_largest(llama_dge_park_layer & buf) const;
+
     int64_t n_bytes_layer(const llama_dge_park_layer & layer) const;
     int64_t n_bytes() const;
 
@@ -43,8 +46,8 @@ struct llama_dge_parked {
     bool file_begin(const std::string & dir, std::string & error);
     bool file_write(const llama_dge_park_layer & layer, std::string & error);
     bool file_end(std::string & error);
-    bool file_check(std::string & error) const;
-    bool file_read(size_t i, llama_dge_park_layer & layer, std::string & error) const;
+    bool file_check(llama_dge_park_layer & buf, std::string & error) const;
+    bool file_read(size_t i, llama_dge_park_layer & buf, std::string & error) const;
 
     int32_t n_rows   = 0;
     int32_t n_summed = 0;

@@ -216,10 +216,17 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     std::string error;
 
-    if (!parked->path.empty() && !parked->file_check(error)) {
-        LLAMA_LOG_ERROR("%s: %s\n", __func__, error.c_str());
-        seqs[seq_id].parked = nullptr;
-        return LLAMA_DGE_ERR_PARK;
+    llama_dge_park_layer buf;
+
+    if (!parked->path.empty()) {
+        if (!parked->alloc_largest(buf)) {
+            return LLAMA_DGE_ERR_MEMORY;
+        }
+        if (!parked->file_check(buf, error)) {
+            LLAMA_LOG_ERROR("%s: %s\n", __func__, error.c_str());
+            seqs[seq_id].parked = nullptr;
+            return LLAMA_DGE_ERR_PARK;
+        }
     }
 
     const uint32_t n_rows = cells_used(strm, seq_id) + n;
@@ -227,8 +234,6 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     if (!(elastic ? grow(n_rows) : true) || n_rows > kv.get_size()) {
         return LLAMA_DGE_ERR_MEMORY;
     }
-
-    llama_dge_park_layer buf;
 
     auto & kv_cells = kv.v_cells[strm];
 
@@ -257,11 +262,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
             continue;
         }
 
-        buf.size_k = layer.size_k;
-        buf.size_v = layer.size_v;
-        buf.n_v    = layer.n_v;
-
-        ok = parked->alloc(buf) && parked->file_read(i, buf, error);
+        ok = parked->file_read(i, buf, error);
         if (ok) {
             unpark_layer(buf, parked->n_rows, i, seq_id, cells);
         }

@@ -283,6 +283,14 @@ bool llama_dge::is_due(llama_seq_id seq_id) const {
     return seq.force || pos_max + 1 >= seq.n_prompt + params.draft_tokens - 1;
 }
 
+bool llama_dge::any_cut() const {
+    const auto is_cut = [](const auto & seq) {
+        return seq.state == LLAMA_DGE_STATE_CUT;
+    };
+
+    return std::any_of(seqs.begin(), seqs.end(), is_cut);
+}
+
 int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
     auto & seq = seqs[seq_id];
 

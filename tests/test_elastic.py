@@ -1,0 +1,521 @@
+"""A cache that grows with use and shrinks after a cut: the same logits, fewer cells, nothing lost where memory ends.
+
+The library's own fault injection lets its n-th allocation fail.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reference import driver
+from reference.driver import Context, dge_library, failing_alloc
+from reference.forward import nmse
+from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory
+
+N_CTX = 2048
+LADDER = [512, 768, 1280, 2048]
+TOKENS = tokens_of(N_CTX, 0)
+DGE: dict[str, Any] = {"budget": 40, "draft_tokens": 3, "scores": "both", "park": "ram"}
+UNIFIED = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
+F16 = 2  # bytes
+
+
+def cells_for(n_rows: int, n_max: int = N_CTX) -> int:
+    """The ladder, written down once more."""
+    return min(next((n for n in LADDER if n >= n_rows), n_max), n_max)
+
+
+def sizes(context: Context) -> dict[str, int]:
+    """What a failure must not change; the buffers of graphs may be made anew."""
+    return {name: n for name, n in context.memory_info().items() if name != "compute"}
+
+
+def bytes_of(n_cells: int, n_layer: int, n_embd: int, n_stream: int = 1) -> int:
+    return n_cells * n_stream * n_layer * 2 * n_embd * F16
+
+
+# the ladder
+
+
+def test_ladder() -> None:
+    elastic_cells = dge_library().llama_dge_elastic_cells
+    for n_max in (1, 100, 256, 512, 700, 1000, 2048, 10_000, 2**31 - 1):
+        last = 0
+        for n_rows in (0, 1, 255, 256, 511, 512, 513, 768, 769, 1280, 1281, 2000, 5000, 100_000, 2**31 - 1):
+            n = elastic_cells(n_rows, n_max)
+            assert last <= n <= n_max and (n >= n_rows or n == n_max)
+            # a step is worth its copy, and not more than half is empty
+            assert n == n_max or (n % 256 == 0 and n >= 512 and (n == 512 or n <= 1.5 * n_rows + 512))
+            last = n
+    assert [elastic_cells(n, N_CTX) for n in (0, 512, 513, 769, 1281)] == [512, 512, 768, 1280, 2048]
+    assert elastic_cells(-1, 5) == elastic_cells(5, -1) == driver.ERR_PARAMS
+
+
+def test_elastic_only_where_asked(new_context: ContextFactory) -> None:
+    context, plain = new_context("g2", n_ctx=N_CTX, elastic=True), new_context("g2", n_ctx=N_CTX)
+    assert dge_library().llama_dge_is_elastic(context.handle)
+    assert not dge_library().llama_dge_is_elastic(plain.handle)
+    assert (plain.memory_info()["n_cells"], plain.memory_info()["n_cells_max"]) == (N_CTX, N_CTX)
+    assert (context.memory_info()["n_cells"], context.memory_info()["n_cells_max"]) == (512, N_CTX)
+    assert context.api.llama_n_ctx(context.handle) == plain.api.llama_n_ctx(plain.handle) == N_CTX
+    # nothing to save in a small one
+    small = new_context("g2", n_ctx=512, elastic=True)
+    assert small.memory_info()["n_cells"] == 512 and not dge_library().llama_dge_is_elastic(small.handle)
+
+
+# the same logits
+
+
+@pytest.mark.parametrize(
+    "flash_attn, types", [(False, ("f16", "f16")), (True, ("f16", "f16")), (True, ("q8_0", "q4_0"))]
+)
+@pytest.mark.parametrize("n_batch, n_ubatch", [(1, 1), (7, 7), (32, 32), (512, 512), (512, 7)])
+def test_growth_changes_no_bit(
+    new_context: ContextFactory, flash_attn: bool, types: tuple[str, str], n_batch: int, n_ubatch: int
+) -> None:
+    settings: dict[str, Any] = {"n_ctx": N_CTX, "n_batch": n_batch, "n_ubatch": n_ubatch, "flash_attn": flash_attn}
+    settings |= {"type_k": types[0], "type_v": types[1]}
+    context, plain = new_context("one", **settings, elastic=True), new_context("one", **settings)
+    # rows that are there at each step: around every size of the cache
+    steps = [3, 509, 511, 512, 513, 767, 769, 770, 1279, 1281] + ([1300, 2047, 2048] if n_batch > 7 else [])
+    seen = set()
+    n = 0
+    for stop in steps:
+        if n_batch == 1 and stop > 520:
+            break
+        got, want = context.decode(TOKENS[n:stop]), plain.decode(TOKENS[n:stop])
+        assert np.array_equal(got, want), stop
+        n = stop
+        n_cells = context.memory_info()["n_cells"]
+        assert n_cells == cells_for(n)
+        assert context.memory_info()["kv"] * N_CTX == plain.memory_info()["kv"] * n_cells
+        assert context.memory_info()["kv_max"] == plain.memory_info()["kv"]
+        seen.add(n_cells)
+    assert len(seen) >= (2 if n_batch == 1 else 4)
+    assert context.state() == plain.state()
+    if n == N_CTX:
+        # full is full, as without elastic memory
+        for each in (context, plain):
+            each.decode([5], check=False)
+            assert each.rc == 1
+
+
+@UNIFIED
+@pytest.mark.parametrize("n_ubatch", [7, 512])
+def test_two_sequences(new_context: ContextFactory, kv_unified: bool, n_ubatch: int) -> None:
+    """Several sequences in one batch; streams have the size that the longest of them needs."""
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified, "n_ubatch": n_ubatch}
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    n = [0, 0]
+    for n_new in ((100, 300), (0, 111), (1, 1), (300, 0), (37, 411), (3, 4)):
+        rows = [
+            (TOKENS[(7 + seq) * i % N_CTX], i, seq, True) for seq in (0, 1) for i in range(n[seq], n[seq] + n_new[seq])
+        ]
+        for start in range(0, len(rows), 512):
+            assert np.array_equal(context.decode_batch(rows[start:][:512]), plain.decode_batch(rows[start:][:512]))
+        n = [a + b for a, b in zip(n, n_new)]
+        want = sum(n) if kv_unified else max(n)
+        assert context.memory_info()["n_cells"] == cells_for(want)
+        assert context.memory_info()["kv"] == bytes_of(cells_for(want), 3, 128, 1 if kv_unified else 2)
+    assert context.state() == plain.state()
+
+
+@UNIFIED
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_cut_shrinks(new_context: ContextFactory, kv_unified: bool, flash_attn: bool) -> None:
+    """After a cut there are few cells, then they grow again; the logits are those of a cache of one size."""
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified, "flash_attn": flash_attn}
+    context = new_context("g2", **settings, elastic=True, dge=DGE)
+    plain = new_context("g2", **settings, dge=DGE)
+    for n_prompt in (700, 1000):
+        tokens = TOKENS[: n_prompt + 300]
+        got = cut_after(context, tokens, n_prompt, 2)
+        assert np.array_equal(got, cut_after(plain, tokens, n_prompt, 2))
+        assert as_lists(context.kept()) == as_lists(plain.kept())
+        # 42 rows were left and 298 came: 256 cells did not suffice
+        assert context.memory_info()["n_cells"] == 512
+        assert context.memory_info()["kv"] == bytes_of(512, 3, 128, 1 if kv_unified else 2)
+        assert plain.memory_info()["n_cells"] == (1 if not kv_unified else 2) * N_CTX
+        got, want = context.decode(TOKENS[:400]), plain.decode(TOKENS[:400])
+        assert np.array_equal(got, want)
+        assert context.memory_info()["n_cells"] == 768
+        for each in (context, plain):
+            assert each.seq_rm(0, -1, -1)
+
+
+def test_memory_after_the_cut(new_context: ContextFactory) -> None:
+    """Rows of the budget, the draft and room for an answer: 0.15 of the full cache at most."""
+    settings: dict[str, Any] = {"n_ctx": 8192, "elastic": True, "n_ubatch": 512}
+    context = new_context("one", **settings, dge={**DGE, "budget": 512, "park": "off"})
+    prefill_and_arm(context, tokens_of(8000, 1))
+    full = context.memory_info()
+    decode_each(context, TOKENS[:3])
+    info = context.memory_info()
+    assert context.info()["state"] == driver.STATE_CUT
+    assert full["n_cells"] == 8192 and info["n_cells"] == 768
+    assert info["kv"] <= 0.15 * full["kv"] and info["kv_max"] == full["kv"] == full["kv_max"]
+    # the buffers of graphs follow at the next decode
+    context.decode(TOKENS[3:4])
+    assert context.memory_info()["compute"] < 0.3 * full["compute"]
+
+
+@UNIFIED
+def test_others_keep_the_cache_large(new_context: ContextFactory, kv_unified: bool) -> None:
+    """A cut gives back no cell that another sequence is in, and the other is bit for bit the same."""
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
+    context, plain = new_context("g2", **settings, elastic=True, dge=DGE), new_context("g2", **settings)
+    for each in (context, plain):
+        each.decode(TOKENS[:600], every=False)
+        each.decode(TOKENS[1000:1400], seq=1, every=False)
+    before = context.seq_state(1)
+    assert context.arm(600) == driver.OK
+    decode_each(context, TOKENS[600:603])
+    assert context.info()["state"] == driver.STATE_CUT
+    assert context.memory_info()["n_cells"] == (1280 if kv_unified else 768)
+    assert context.seq_state(1) == before == plain.seq_state(1)
+    got, want = context.decode(TOKENS[:20], seq=1), plain.decode(TOKENS[:20], seq=1)
+    assert nmse(got, want) < 1e-6 if kv_unified else np.array_equal(got, want)
+
+
+@pytest.mark.parametrize("flash_attn, pattern", [(True, driver.NAN_F16), (False, driver.LARGE_F16)])
+def test_poison_at_every_step(new_context: ContextFactory, flash_attn: bool, pattern: int) -> None:
+    """What a copy of the cache brings along in free cells is never read, nor is what a larger one adds."""
+    settings: dict[str, Any] = {"n_ctx": N_CTX, "flash_attn": flash_attn, "n_ubatch": 50}
+    context = new_context("g2", **settings, elastic=True, dge=DGE)
+    plain = new_context("g2", **settings, dge=DGE)
+
+    def step(n: int, m: int) -> None:
+        context.poison(pattern)
+        got = context.decode(TOKENS[n:m])
+        assert np.isfinite(got).all() and np.array_equal(got, plain.decode(TOKENS[n:m])), (n, m)
+        context.poison(pattern)
+
+    for n, m in ((0, 13), (13, 500), (500, 513), (513, 771)):
+        step(n, m)
+    for each in (context, plain):
+        assert each.arm(771) == driver.OK
+    for n in (771, 772, 773, 774):
+        step(n, n + 1)
+    assert context.info()["state"] == driver.STATE_CUT and context.memory_info()["n_cells"] == 256
+    for n, m in ((775, 900), (900, 1100), (1100, 1400), (1400, 1401)):
+        step(n, m)
+    assert context.memory_info()["n_cells"] == 768
+
+
+# growth that fails
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["first resize", "later resize"])
+@pytest.mark.parametrize("flash_attn, types", [(False, ("f16", "f16")), (True, ("q8_0", "q4_0"))])
+def test_growth_fails_at_each_layer(
+    new_context: ContextFactory, later: bool, flash_attn: bool, types: tuple[str, str]
+) -> None:
+    """llama_decode() says that there is no room, the log how much is missing, and nothing is lost."""
+    settings: dict[str, Any] = {"n_ctx": N_CTX, "flash_attn": flash_attn, "type_k": types[0], "type_v": types[1]}
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    n = 600 if later else 490
+    for each in (context, plain):
+        each.decode(TOKENS[:n], every=False)
+    old, new = (768, 1280) if later else (512, 768)
+    n_batch = 250
+    for nth in (1, 2, 3):
+        before, state = sizes(context), context.state()
+        assert before["n_cells"] == old
+        with failing_alloc(nth), driver.captured_log() as log:
+            context.decode(TOKENS[n : n + n_batch], check=False)
+        assert context.rc == 1
+        assert sizes(context)["n_cells"] == old and context.state() == state
+        assert context.pos_max() == n - 1
+        if nth == 1:
+            assert sizes(context) == before
+        # one of three layers has no room yet, two, or all
+        missing = plain.memory_info()["kv"] / N_CTX * (new - old) / 3 * (4 - nth) / 1024 / 1024
+        found = re.search(r"(\d+\.\d) MiB are missing", "".join(log))
+        assert found and abs(float(found[1]) - missing) <= 0.051, log
+        # what needs no more cells goes on
+        token = TOKENS[n : n + 1]
+        assert np.array_equal(context.decode(token), plain.decode(token))
+        n += 1
+    assert np.array_equal(context.decode(TOKENS[n : n + n_batch]), plain.decode(TOKENS[n : n + n_batch]))
+    assert sizes(context)["n_cells"] == new and sizes(context)["kv"] == sizes(plain)["kv"] * new // N_CTX
+
+
+def test_a_failed_later_resize_holds_no_more_memory_than_it_has_to(new_context: ContextFactory) -> None:
+    """After a way back the layers' buffers may be larger; that is told, and ends with the next resize."""
+    context = new_context("deep", n_ctx=N_CTX, elastic=True)
+    context.decode(TOKENS[:600], every=False)
+    before = sizes(context)
+    for _ in range(3):
+        with failing_alloc(7):
+            context.decode(TOKENS[600:900], check=False)
+        assert context.rc == 1
+        assert before["kv"] <= sizes(context)["kv"] <= before["kv"] * 1280 // 768
+    context.decode(TOKENS[600:900])
+    assert sizes(context)["kv"] == before["kv"] * 1280 // 768
+
+
+@UNIFIED
+def test_growth_fails_for_one_of_two(new_context: ContextFactory, kv_unified: bool) -> None:
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    for each in (context, plain):
+        each.decode(TOKENS[:200], every=False)
+        each.decode(TOKENS[:450:2], seq=1, every=False)
+    with failing_alloc(2):
+        context.decode(TOKENS[:400], seq=1, check=False)
+    assert context.rc == 1
+    assert context.state() == plain.state()
+    for seq in (0, 1):
+        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), plain.decode(TOKENS[:20], seq=seq))
+    assert np.array_equal(context.decode(TOKENS[:400], seq=1), plain.decode(TOKENS[:400], seq=1))
+
+
+# a cut without memory
+
+
+def failed_cut(
+    new_context: ContextFactory, nth: int, n_prompt: int, settings: dict[str, Any]
+) -> tuple[Context, driver.Logits, list[str]]:
+    context = new_context("g2", **settings)
+    prefill_and_arm(context, TOKENS[:n_prompt])
+    decode_each(context, TOKENS[n_prompt : n_prompt + 2])
+    with failing_alloc(nth), driver.captured_log() as log:
+        logits = context.decode(TOKENS[n_prompt + 2 :][:1])
+    return context, logits, log
+
+
+@pytest.mark.parametrize("park", ["off", "ram", "disk"])
+@pytest.mark.parametrize("head_budgets", ["uniform", "adaptive"])
+def test_each_allocation_of_a_cut(new_context: ContextFactory, tmp_path: Path, park: str, head_budgets: str) -> None:
+    """No memory for the bias or the parked rows: no cut. None for smaller buffers: the cut is made in place."""
+    n_prompt, n_layer = 700, 3
+    dge = {**DGE, "head_budgets": head_budgets, "park": park, "park_dir": tmp_path}
+    settings: dict[str, Any] = {"n_ctx": N_CTX, "elastic": True, "dge": dge}
+    full, cut = new_context("g2", n_ctx=N_CTX), new_context("g2", **settings)
+    full.decode(TOKENS[:n_prompt], every=False)
+    decode_each(full, TOKENS[n_prompt : n_prompt + 2])
+    rest = TOKENS[n_prompt + 2 :][:20]
+    if_full = decode_each(full, rest)
+    if_cut = cut_after(cut, TOKENS[: n_prompt + 22], n_prompt, 2) if head_budgets == "uniform" else None
+    if if_cut is None:
+        prefill_and_arm(cut, TOKENS[:n_prompt])
+        if_cut = decode_each(cut, TOKENS[n_prompt : n_prompt + 22])[2:]
+    assert not np.array_equal(if_cut, if_full) and cut.memory_info()["n_cells"] in (256, 512)
+
+    expected = ["bias"] * (head_budgets == "adaptive") + ["park"] * n_layer * (park != "off") + ["smaller"] * n_layer
+    for nth, kind in enumerate(expected, 1):
+        context, first, log = failed_cut(new_context, nth, n_prompt, settings)
+        info = context.info()
+        logits = np.concatenate([first, decode_each(context, rest[1:])])
+        if kind == "smaller":
+            assert info["state"] == driver.STATE_CUT and context.memory_info()["n_cells"] == 768, nth
+            assert np.array_equal(logits, if_cut) and as_lists(context.kept()) == as_lists(cut.kept())
+            assert "in the old ones" in "".join(log)
+            if park != "off":
+                assert context.restore(n_prompt) == n_prompt
+        else:
+            assert (info["state"], info["error"]) == (driver.STATE_FULL, driver.ERR_MEMORY), (nth, kind)
+            assert np.array_equal(logits, if_full), (nth, kind)
+            assert "goes on with its full cache" in "".join(log)
+            assert context.memory_info()["parked"] == 0 and context.memory_info()["n_cells"] == 768
+        # whatever failed, the next prompt is cut
+        context.clear()
+        prefill_and_arm(context, TOKENS[:n_prompt])
+        assert np.array_equal(decode_each(context, TOKENS[n_prompt : n_prompt + 22])[2:], if_cut)
+        context.close()
+        assert len(list(tmp_path.iterdir())) == (park == "disk")
+    # there are no others
+    context, first, _ = failed_cut(new_context, len(expected) + 1, n_prompt, settings)
+    assert context.info()["state"] == driver.STATE_CUT and np.array_equal(first, if_cut[:1])
+
+
+def test_no_memory_to_enable(new_context: ContextFactory) -> None:
+    context, plain = new_context("g2", n_ctx=N_CTX, elastic=True), new_context("g2", n_ctx=N_CTX)
+    with failing_alloc(1):
+        assert context.enable(check=False, **DGE) == driver.ERR_MEMORY
+    assert context.arm(1) == driver.ERR_DISABLED
+    assert np.array_equal(context.decode(TOKENS[:700]), plain.decode(TOKENS[:700]))
+    with failing_alloc(2):
+        assert context.enable(check=False, **{**DGE, "policy": "h2o"}) == driver.ERR_MEMORY
+    context.clear()
+    context.enable(**DGE)
+    cut_after(context, TOKENS[:720], 700, 2)
+    assert context.clear() is None and context.disable() == driver.OK
+    # elastic, but without eviction
+    assert dge_library().llama_dge_is_elastic(context.handle)
+    context.clear()
+    plain.clear()
+    assert np.array_equal(context.decode(TOKENS[:1300]), plain.decode(TOKENS[:1300]))
+    assert context.state() == plain.state()
+
+
+# states
+
+
+@UNIFIED
+def test_whole_state_makes_the_cache_grow(new_context: ContextFactory, kv_unified: bool) -> None:
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
+    source = new_context("g2", **settings)
+    source.decode(TOKENS[:900], every=False)
+    source.decode(TOKENS[:200], seq=1, every=False)
+    state = source.state()
+    context = new_context("g2", **settings, elastic=True)
+    # no memory: an error, and the context is usable
+    for nth in (1, 2, 3):
+        with failing_alloc(nth):
+            assert context.state_load(state) == 0
+        assert context.memory_info()["n_cells"] == 512
+        fresh = new_context("g2", **settings)
+        assert np.array_equal(context.decode(TOKENS[:50]), fresh.decode(TOKENS[:50]))
+    assert context.state_load(state) == len(state)
+    # what is read of several streams is written at the end, so their tensors are made for the most
+    assert context.memory_info()["n_cells"] == (1280 if kv_unified else N_CTX)
+    assert context.state() == state
+    for seq in (0, 1):
+        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), source.decode(TOKENS[:20], seq=seq))
+
+
+@UNIFIED
+def test_sequence_state_makes_the_cache_grow(new_context: ContextFactory, kv_unified: bool) -> None:
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
+    source = new_context("g2", **settings)
+    source.decode(TOKENS[:900], every=False)
+    state = source.seq_state()
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    for each in (context, plain):
+        each.decode(TOKENS[300:700], seq=0, every=False)
+    with failing_alloc(3):
+        assert context.seq_state_load(state, 1) == 0
+    assert context.seq_state(0) == plain.seq_state(0) and context.memory_info()["n_cells"] == 512
+    for each in (context, plain):
+        assert each.seq_state_load(state, 1) == len(state)
+    assert context.seq_state(1) == plain.seq_state(1)
+    assert context.memory_info()["n_cells"] == (2048 if kv_unified else 1280)
+    for seq in (0, 1):
+        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), plain.decode(TOKENS[:20], seq=seq))
+    # a second time: its own cells count once
+    assert context.seq_state_load(state, 1) == len(state)
+    assert context.memory_info()["n_cells"] == (2048 if kv_unified else 1280)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sequence"])
+def test_state_of_a_cut_sequence(new_context: ContextFactory, whole: bool) -> None:
+    """It needs the cells of what is left, not of what there was."""
+    settings: dict[str, Any] = {"n_ctx": N_CTX, "dge": {**DGE, "budget": 600}}
+    source = new_context("g2", **settings)
+    cut_after(source, TOKENS[:910], 900, 2)
+    state = source.state() if whole else source.seq_state()
+    context = new_context("g2", **settings, elastic=True)
+    context.decode(TOKENS[:20])
+    load = context.state_load if whole else context.seq_state_load
+    assert load(state) == len(state)
+    assert context.memory_info()["n_cells"] == 768
+    assert context.info()["state"] == driver.STATE_CUT and as_lists(context.kept()) == as_lists(source.kept())
+    got, want = context.decode(TOKENS[:300]), source.decode(TOKENS[:300])
+    assert np.array_equal(got, want)
+
+
+def test_state_that_fits_nowhere(new_context: ContextFactory) -> None:
+    source = new_context("g2", n_ctx=N_CTX)
+    source.decode(TOKENS[:1500], every=False)
+    context = new_context("g2", n_ctx=1024, elastic=True)
+    assert context.state_load(source.state()) == 0
+    assert context.seq_state_load(source.seq_state()) == 0
+    plain = new_context("g2", n_ctx=1024)
+    assert np.array_equal(context.decode(TOKENS[:700]), plain.decode(TOKENS[:700]))
+
+
+# memory functions while growth is needed
+
+
+@pytest.mark.parametrize("data", [True, False])
+def test_clear(new_context: ContextFactory, data: bool) -> None:
+    context, plain = new_context("g2", n_ctx=N_CTX, elastic=True), new_context("g2", n_ctx=N_CTX)
+    for n in (700, 100, 1300):
+        for each in (context, plain):
+            each.clear(data)
+        assert np.array_equal(context.decode(TOKENS[:n]), plain.decode(TOKENS[:n]))
+
+
+@pytest.mark.parametrize("n_new", [3, 400, 900])
+@pytest.mark.parametrize("first", [0, 1])
+def test_stream_copy_that_is_not_made_yet(new_context: ContextFactory, n_new: int, first: int) -> None:
+    """llama.cpp copies streams at the next decode, for which the cache has to grow."""
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": False}
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    for each in (context, plain):
+        each.decode(TOKENS[:490], every=False)
+        each.seq_cp(0, 1)
+    for seq in (first, 1 - first):
+        tokens = TOKENS[500 + seq :][:n_new]
+        assert np.array_equal(context.decode(tokens, seq=seq), plain.decode(tokens, seq=seq))
+    assert context.memory_info()["n_cells"] == cells_for(490 + n_new)
+
+
+def test_stream_copy_and_a_state(new_context: ContextFactory) -> None:
+    """A state for which the cache grows while a copy of a stream waits."""
+    settings: dict[str, Any] = {"n_ctx": 3 * N_CTX, "n_seq_max": 3, "kv_unified": False}
+    source = new_context("g2", **settings)
+    source.decode(TOKENS[:900], every=False)
+    state = source.seq_state()
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    for each in (context, plain):
+        each.decode(TOKENS[:490], every=False)
+        each.seq_cp(0, 1)
+        assert each.seq_state_load(state, 2) == len(state)
+    for seq in (0, 1, 2):
+        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), plain.decode(TOKENS[:20], seq=seq))
+
+
+@UNIFIED
+@pytest.mark.parametrize("failing", [False, True])
+def test_shift_that_is_not_made_yet(new_context: ContextFactory, kv_unified: bool, failing: bool) -> None:
+    """A K-shift and growth fall due together; a growth that fails does not lose the shift."""
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    for each in (context, plain):
+        each.decode(TOKENS[:400], every=False)
+        assert each.seq_rm(0, 20, 120)
+        each.seq_add(0, 120, -1, -100)
+    if failing:
+        with failing_alloc(2):
+            context.decode(TOKENS[:500], check=False)
+        assert context.rc == 1
+    assert np.array_equal(context.decode(TOKENS[:500]), plain.decode(TOKENS[:500]))
+    assert context.state() == plain.state()
+
+
+def test_shift_waits_for_a_state(new_context: ContextFactory) -> None:
+    """A sequence state for which the cache must grow while a K-shift of another sequence waits."""
+    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2}
+    source = new_context("g2", **settings)
+    source.decode(TOKENS[:900], every=False)
+    state = source.seq_state()
+    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
+    for each in (context, plain):
+        each.decode(TOKENS[:100], every=False)
+        each.seq_add(0, 0, -1, 7)
+        assert each.seq_state_load(state, 1) == len(state)
+    for seq in (0, 1):
+        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), plain.decode(TOKENS[:20], seq=seq))
+
+
+def test_removed_rows_make_room(new_context: ContextFactory) -> None:
+    """Cells that are free are used before there are more, wherever they lie."""
+    context = new_context("g2", n_ctx=N_CTX, n_seq_max=2, elastic=True)
+    plain = new_context("g2", n_ctx=512, n_seq_max=2)
+    for each in (context, plain):
+        each.decode(TOKENS[:250], every=False)
+        each.decode(TOKENS[:250], seq=1, every=False)
+        assert each.seq_rm(0, 100, -1)
+        assert each.seq_rm(1, 200, -1)
+    assert np.array_equal(context.decode(TOKENS[:150]), plain.decode(TOKENS[:150]))
+    assert context.memory_info()["n_cells"] == 512
