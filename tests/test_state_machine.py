@@ -20,19 +20,32 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reference import driver
-from reference.driver import Context, NativeModel
+from reference.driver import Context, NativeModel, failing_alloc
 from reference.forward import Reference, nmse
 from reference.models import N_VOCAB, ZOO, make_weights, write_gguf
 from reference.policies import Settings, disagreement, past_scores
 from reference.scenario import as_lists
 
 N_SEQ = 3
+N_CELLS = 1024  # of the unified cache, or of each stream: an elastic one starts with half of them
 S = Settings(budget=16, window=4, draft_tokens=2, scores="both", kernel_size=3)
 N_SLOTS = S.window + S.draft_tokens - 1
 WEIGHTS = make_weights(ZOO["one"])
 
 seqs = st.integers(0, N_SEQ - 1)
 seeds = st.integers(0, 2**20)
+
+
+@dataclass
+class Store:
+    """What is parked: the sequence as it was before its cut."""
+
+    reference: Reference
+    captured: dict[int, int] | None
+
+    @property
+    def n(self) -> int:
+        return self.reference.n_tokens
 
 
 @dataclass
@@ -46,6 +59,7 @@ class Twin:
     kept: Any = None
     # rows whose queries were captured, by slot; None: an abort left it open which
     captured: dict[int, int] | None = field(default_factory=dict)
+    parked: Store | None = None  # shared by copies
 
     @property
     def n(self) -> int:
@@ -71,17 +85,19 @@ class Twin:
 
 
 class Machine(RuleBasedStateMachine):
-    """Sequences that are filled, armed, cut, shortened, copied, saved and loaded."""
+    """Sequences that are filled, armed, cut, restored, shortened, copied, saved and loaded."""
 
     model: NativeModel
+    root: str
 
     def __init__(self) -> None:
         super().__init__()
         self.context: Context | None = None
 
-    @initialize(kv_unified=st.booleans())
-    def start(self, kv_unified: bool) -> None:
-        self.kv_unified = kv_unified
+    @initialize(kv_unified=st.booleans(), elastic=st.booleans(), park=st.sampled_from(["off", "ram", "disk"]))
+    def start(self, kv_unified: bool, elastic: bool, park: str) -> None:
+        self.kv_unified, self.elastic, self.park = kv_unified, elastic, park
+        self.folder = Path(tempfile.mkdtemp(dir=self.root))
         self.context = self.new_context()
         self.twins = [Twin() for _ in range(N_SEQ)]
         self.ids = count()
@@ -90,12 +106,13 @@ class Machine(RuleBasedStateMachine):
     def new_context(self) -> Context:
         return Context(
             self.model,
-            n_ctx=N_SEQ * 256,
+            n_ctx=N_CELLS * (1 if self.kv_unified else N_SEQ),
             type_k="f32",
             type_v="f32",
             n_seq_max=N_SEQ,
             kv_unified=self.kv_unified,
-            dge=S.as_params(),
+            elastic=self.elastic,
+            dge={**S.as_params(), "park": self.park, "park_dir": self.folder},
         )
 
     def teardown(self) -> None:
@@ -133,13 +150,16 @@ class Machine(RuleBasedStateMachine):
                 assert disagreement(row, positions, S.budget - S.window) <= 1e-4
                 later = [p for p in positions if p >= twin.n_prompt - S.window]
                 assert later == list(range(twin.n_prompt - S.window, twin.n))
+        if self.park != "off":
+            captured = None if twin.captured is None else dict(twin.captured)
+            twin.parked = Store(twin.reference.fork(), captured)
         twin.reference.mask_all_but(twin.kept)
         first = twin.n_prompt - S.window
         # which cells the past rows lie in does not matter, how many does
         twin.rows = twin.rows[: S.budget - S.window] + twin.rows[first:]
         twin.state = driver.STATE_CUT
 
-    @rule(seq=seqs, n_prompt=st.integers(17, 60), seed=seeds, n_more=st.integers(0, 4))
+    @rule(seq=seqs, n_prompt=st.integers(17, 140), seed=seeds, n_more=st.integers(0, 4))
     def prompt(self, seq: int, n_prompt: int, seed: int, n_more: int) -> None:
         """The usual course of things: a new prompt, armed, and some tokens of the answer."""
         if self.twins[seq].n:
@@ -183,6 +203,79 @@ class Machine(RuleBasedStateMachine):
                 self.settle_cut(other)
         assert self.context.seq_rm(seq, twin.n, -1)
         twin.captured = None
+
+    @rule(seq=seqs, n=st.integers(1, 150), seed=seeds, nth=st.integers(1, 4))
+    def no_memory(self, seq: int, n: int, seed: int, nth: int) -> None:
+        """A decode in which one allocation fails: of what is parked, of smaller buffers, or of more cells."""
+        twin = self.twins[seq]
+        n = min(n, 200 - twin.n)
+        if n < 1:
+            return
+        due = [self.is_due(t) for t in self.twins]
+        tokens = np.random.default_rng(seed).integers(3, N_VOCAB, n).tolist()
+        with failing_alloc(nth):
+            got = self.context.decode(tokens, seq=seq, check=False)
+        for other in range(N_SEQ):
+            if due[other] and self.context.info(other)["error"] == driver.ERR_MEMORY:
+                assert self.park != "off"
+                self.twins[other].state = driver.STATE_FULL
+            else:
+                self.settle_cut(other)
+        if self.context.rc != 0:
+            # no room: nothing was evaluated
+            assert self.context.rc == 1 and self.elastic
+            return
+        twin.capture(twin.n, twin.n + n)
+        assert nmse(got, twin.reference.step(tokens)) <= 1e-9
+        twin.rows += [next(self.ids) for _ in tokens]
+
+    # what was parked comes back
+
+    @rule(seq=seqs, n=st.one_of(st.integers(0, 210), st.just(1000)), no_memory=st.sampled_from([0, 0, 1, 2]))
+    def restore(self, seq: int, n: int, no_memory: int) -> None:
+        """In any state of the sequence: what can be put back is."""
+        twin = self.twins[seq]
+        want = min(n, twin.parked.n) if twin.parked else 0
+        with failing_alloc(no_memory):
+            got = self.context.restore(n, seq)
+        # copies of streams are made at last by a restore, so there is nothing more to wait for
+        for other in range(N_SEQ):
+            self.settle_cut_if_made(other)
+        if got == driver.ERR_MEMORY:
+            assert no_memory and want and (self.park == "disk" or self.elastic)
+            return
+        assert got == want
+        if want:
+            self.take_back(seq, want)
+
+    def settle_cut_if_made(self, seq: int) -> None:
+        """Other sequences' cuts that are due may be made by a restore."""
+        if self.is_due(self.twins[seq]) and self.context.info(seq)["state"] != driver.STATE_ARMED:
+            info = self.context.info(seq)
+            if info["error"] == driver.ERR_MEMORY:
+                self.twins[seq].state = driver.STATE_FULL
+            else:
+                self.settle_cut(seq)
+
+    def take_back(self, seq: int, n: int) -> None:
+        store = self.twins[seq].parked
+        reference = store.reference.fork()
+        reference.truncate(n)
+        captured = store.captured
+        if captured is not None:
+            captured = {slot: position for slot, position in captured.items() if position < n}
+        self.twins[seq] = Twin(reference, [next(self.ids) for _ in range(n)], captured=captured)
+
+    @rule(data=st.data(), share=st.sampled_from([1.0, 0.9, 0.3]), n=st.integers(18, 60), seed=seeds)
+    @precondition(lambda self: any(twin.parked for twin in self.twins))
+    def next_turn(self, data: st.DataObject, share: float, n: int, seed: int) -> None:
+        """The usual course of things: back to where two prompts part, the rest of the new one, and the next cut."""
+        seq = self.some(data, lambda twin: twin.parked is not None)
+        self.restore(seq, max(1, int(self.twins[seq].parked.n * share)), 0)
+        self.decode(seq, n, seed)
+        self.arm(seq, 1.0)
+        for i in range(2):
+            self.decode(seq, 1, seed + i)
 
     @rule(data=st.data(), share=st.sampled_from([1.0, 1.0, 0.9, 0.5]))
     @precondition(lambda self: any(twin.n for twin in self.twins))
@@ -306,6 +399,7 @@ class Machine(RuleBasedStateMachine):
         new = twin.copy()
         new_ids = {} if new_ids is None else new_ids
         new.rows = [new_ids.setdefault(row, next(self.ids)) for row in twin.rows]
+        new.parked = None  # a state does not hold it
         return new
 
     @rule(seq=seqs, length=st.floats(0.0, 0.999))
@@ -332,17 +426,27 @@ class Machine(RuleBasedStateMachine):
                 assert (info["n_prompt"], info["boundary"]) == (twin.n_prompt, twin.n_prompt - 1)
                 assert info["pos_min"] == self.context.pos_min(seq) == twin.n_prompt - S.window
                 assert as_lists(self.context.kept(seq)) == twin.kept
+                assert info["n_parked"] == (twin.parked.n if twin.parked else 0)
             else:
                 assert self.context.pos_min(seq) == (0 if twin.n else -1)
+                assert info["n_parked"] == 0 and twin.parked is None
         any_cut = any(twin.state == driver.STATE_CUT for twin in self.twins)
         assert self.context.can_shift() is not any_cut
         used = {row for twin in self.twins for row in twin.rows}
-        assert self.context.poison(driver.LARGE_F16) == N_SEQ * 256 - len(used)
+        memory = self.context.memory_info()
+        n_cells = memory["n_cells"] * (1 if self.kv_unified else N_SEQ)
+        assert memory["n_cells"] == N_CELLS or (self.elastic and memory["n_cells"] < N_CELLS)
+        assert self.context.poison(driver.LARGE_F16) == n_cells - len(used)
+        stores = {id(twin.parked): twin.parked.n for twin in self.twins if twin.parked}
+        # K and V in f32 of one layer, and a little for each row
+        assert 0 <= memory["parked"] - sum(stores.values()) * 2 * 128 * 4 <= sum(stores.values()) * 64
+        assert len(list(self.folder.iterdir())) == (len(stores) if self.park == "disk" else 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _model() -> Any:
     with tempfile.TemporaryDirectory() as folder:
+        Machine.root = folder
         Machine.model = NativeModel(write_gguf(WEIGHTS, Path(folder) / "one.gguf"))
         yield
         Machine.model.close()
