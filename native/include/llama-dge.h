@@ -31,6 +31,8 @@
 //   - llama_memory_seq_cp() copies the whole sequence; a part of it is refused with an error in the log
 //   - llama_memory_seq_add() and _div() are refused with an error in the log; llama_memory_can_shift() is false
 //   - a saved state holds only the rows that are left and can be loaded where DGE is enabled
+//   - with `refresh`, the rows are chosen again while the answer is decoded; "last prompt position" above then means the
+//     last position of the latest choice
 //   - with `park`, the rows of before the cut wait in host memory or in a file: llama_dge_seq_restore() puts them back
 
 #ifdef __cplusplus
@@ -38,7 +40,7 @@ extern "C" {
 #endif
 
 // changes with every change of a signature or a struct in this file
-#define LLAMA_DGE_ABI_VERSION 3
+#define LLAMA_DGE_ABI_VERSION 4
 
 // return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
 enum llama_dge_status {
@@ -138,7 +140,16 @@ struct llama_dge_params {
     const char * park_dir;   // PARK_DISK: an existing folder. Copied.
     int64_t      park_limit; // bytes that may be parked at a time, of all sequences; 0: no limit. A cut that would
                              // exceed it is refused with ERR_PARK
+
+    // Recall: the rows are chosen again from the parked ones every `refresh` tokens after the cut, by the last `window`
+    // queries, pooled (`scores` does not count). All rows compete, generated ones too, so that `budget` rows per layer
+    // and KV head are attended however long the answer is. 0: never; REFRESH_AUTO: when it pays. Needs PARK_RAM.
+    int32_t refresh;
+    float   refresh_mass; // REFRESH_AUTO: choose again when the rows at hold less than this share of the last query's
+                          // attention, in (0, 1]
 };
+
+#define LLAMA_DGE_REFRESH_AUTO (-1)
 
 // what is known of a sequence; all zero (boundary and pos_min: -1) where it does not apply
 struct llama_dge_seq_info {
@@ -166,6 +177,10 @@ struct llama_dge_seq_info {
     int64_t   bytes_parked;
     int64_t   t_park_us;    // microseconds: rows parked, part of t_compact_us
     int64_t   t_restore_us; //               the last restore
+    int64_t   n_refresh;    // choices after the cut, since the sequence was empty
+    int64_t   n_checks;     // REFRESH_AUTO: looks at the last query's attention
+    int64_t   n_moved;      // rows of one layer and head that these choices moved into the cache
+    int64_t   t_refresh_us; // microseconds of all of them, checks included
 };
 
 // bytes that a context uses, over all devices

@@ -4,6 +4,7 @@
 #include "llama-impl.h"
 #include "llama-model.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <new>
@@ -27,6 +28,9 @@ struct llama_dge_params llama_dge_default_params(void) {
     res.sinks         = 4;
     res.layer_budgets = LLAMA_DGE_LAYER_BUDGETS_EXACT;
     res.head_budgets  = LLAMA_DGE_HEAD_BUDGETS_UNIFORM;
+    res.park          = LLAMA_DGE_PARK_OFF;
+    res.refresh       = 0;
+    res.refresh_mass  = 0.9f;
 
     return res;
 }
@@ -103,6 +107,12 @@ static bool llama_dge_params_ok(const llama_dge_params & p) {
 
     if (!in(p.park, LLAMA_DGE_PARK_OFF, LLAMA_DGE_PARK_DISK) || p.park_limit < 0 ||
             (p.park == LLAMA_DGE_PARK_DISK && (!p.park_dir || !*p.park_dir))) {
+        return false;
+    }
+
+    // a choice reads all parked keys
+    if (!in(p.refresh, LLAMA_DGE_REFRESH_AUTO, n_max) || (p.refresh != 0 && p.park != LLAMA_DGE_PARK_RAM) ||
+            (p.refresh == LLAMA_DGE_REFRESH_AUTO && !(p.refresh_mass > 0.0f && p.refresh_mass <= 1.0f))) {
         return false;
     }
 
@@ -297,7 +307,7 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
         return 0;
     }
 
-    if (n_prompt <= dge.resolve_budget(n_prompt)) {
+    if (n_prompt <= dge.resolve_budget(n_prompt) && !dge.recalls()) {
         return n_match;
     }
 
@@ -377,6 +387,9 @@ int32_t llama_dge_get_kept(
         for (llama_pos p = seq.pos_min; p < seq.n_before; ++p) {
             all.push_back(p);
         }
+
+        // by slot until here
+        std::sort(all.begin(), all.end());
 
         for (size_t j = 0; j < all.size() && (int32_t) j < n; ++j) {
             pos[j] = all[j];

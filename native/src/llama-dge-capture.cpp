@@ -12,8 +12,8 @@ bool llama_dge::captures(llama_seq_id seq_id, llama_pos pos) const {
     switch (seq.state) {
         case LLAMA_DGE_STATE_FULL: return true;
         // rows above are of no use to the cut and would overwrite those that are
-        case LLAMA_DGE_STATE_ARMED: return pos < seq.n_prompt + params.draft_tokens - 1;
-        default:                    return false;
+        case LLAMA_DGE_STATE_ARMED: return recalls() || pos < seq.n_prompt + params.draft_tokens - 1;
+        default:                    return recalls();
     }
 }
 

@@ -143,7 +143,7 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
         if (parked && parked->path.empty()) {
             const int64_t t0 = ggml_time_us();
 
-            park_layer(parked->layers[ikv], ikv, seq_id, cells);
+            park_layer(parked->layers[ikv], 0, ikv, seq_id, cells);
 
             t_park_us += ggml_time_us() - t0;
         }

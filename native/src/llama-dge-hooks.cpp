@@ -217,8 +217,10 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
 
         int32_t status;
 
+        const bool recall = seq.state == LLAMA_DGE_STATE_CUT;
+
         try {
-            status = dge->cut(*lctx, s);
+            status = recall ? dge->refresh(*lctx, s) : dge->cut(*lctx, s);
         } catch (const std::bad_alloc &) {
             status = LLAMA_DGE_ERR_MEMORY;
         }
@@ -231,6 +233,18 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
         updated |= status == LLAMA_DGE_OK;
 
         if (status == LLAMA_DGE_OK || status == LLAMA_DGE_ERR_ABORTED) {
+            continue;
+        }
+
+        if (recall) {
+            // the rows at hand go on; the next choice may succeed
+            seq.n_checked = dge->kv.seq_pos_max(s) + 1;
+
+            if (status < 0 && !seq.warned) {
+                seq.warned = true;
+                LLAMA_LOG_WARN("%s: seq %d goes on with the rows of its last choice: %s\n", __func__, s,
+                        llama_dge_status_str(status));
+            }
             continue;
         }
 

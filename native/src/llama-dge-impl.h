@@ -20,6 +20,18 @@ uint64_t llama_dge_hash(uint64_t hash, const void * data, size_t size);
 // fault injection, see llama_dge_debug_fail_alloc()
 bool llama_dge_alloc_fails();
 
+// a CPU backend of our own
+struct llama_dge_scorer;
+
+struct llama_dge_scorer_deleter {
+    void operator()(llama_dge_scorer * scorer) const;
+};
+
+using llama_dge_scorer_ptr = std::unique_ptr<llama_dge_scorer, llama_dge_scorer_deleter>;
+
+// rows that the parked ones may grow by before they move to more memory
+static constexpr size_t LLAMA_DGE_PARK_SPARE = 1024;
+
 // what DGE knows of one sequence
 struct llama_dge_seq {
     int32_t state = LLAMA_DGE_STATE_FULL;
@@ -39,7 +51,7 @@ struct llama_dge_seq {
     llama_pos boundary = -1;
     llama_pos pos_min  = -1;
 
-    llama_dge_kept kept; // past rows per layer of the cache and head
+    llama_dge_kept kept; // past rows per layer of the cache and head, by slot
 
     int64_t bytes_before = 0;
     int64_t bytes_after  = 0;
@@ -54,6 +66,13 @@ struct llama_dge_seq {
     int64_t t_select_us  = 0;
     int64_t t_compact_us = 0;
     int64_t t_park_us    = 0;
+
+    // recall
+    int32_t n_checked    = 0; // rows at the latest choice or look
+    int64_t n_refresh    = 0;
+    int64_t n_checks     = 0;
+    int64_t n_moved      = 0;
+    int64_t t_refresh_us = 0;
 
     // the rows of before the cut; shared with copies of the sequence
     std::shared_ptr<llama_dge_parked> parked;
@@ -259,10 +278,10 @@ struct llama_dge {
     std::shared_ptr<llama_dge_parked> park_begin(
             llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t & status) const;
 
-    // rows of a layer, in the order of cells, from the cache into `rows` of n_rows and back
-    void park_layer(
-            llama_dge_park_layer & rows, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells) const;
-    void unpark_layer(const llama_dge_park_layer & rows, size_t n_rows, size_t ikv, llama_seq_id seq_id,
+    // rows of a layer, in the order of cells, from the cache into `rows` (from its row row0 on) and back
+    void park_layer(llama_dge_park_layer & rows, size_t row0, size_t ikv, llama_seq_id seq_id,
+            const std::vector<uint32_t> & cells) const;
+    void unpark_layer(const llama_dge_park_layer & rows, size_t ikv, llama_seq_id seq_id,
             const std::vector<uint32_t> & cells) const;
 
     // of all sequences, each store once
@@ -270,6 +289,44 @@ struct llama_dge {
 
     // can the layers that are not cut be put back to position n?
     bool others_fit(const llama_context & lctx, const llama_dge_parked & parked, int32_t n) const;
+
+    //
+    // recall
+    //
+
+    bool recalls() const { return params.refresh != 0; }
+
+    // rows at which a prompt is cut
+    int32_t due_rows(int32_t n_prompt) const;
+
+    // rows after the latest choice at which the next one, or the look whether it pays, is due
+    int32_t refresh_step() const;
+
+    // cells of a sequence that was cut: those of past rows by slot, the others by position from pos_min on
+    int32_t map_cut_cells(llama_seq_id seq_id, std::vector<uint32_t> & slots, std::vector<uint32_t> & tail) const;
+
+    // rows that were decoded since the latest choice join the parked ones
+    int32_t park_append(llama_seq_id seq_id, const std::vector<uint32_t> & tail);
+
+    // attention of the last n_q queries to all parked rows of a layer, mean over these and the group: [n_head_kv][n_rows]
+    int32_t score_parked(
+            llama_context & lctx, size_t ikv, llama_seq_id seq_id, int32_t n_q, std::vector<float> & scores);
+
+    // share of the last query's attention that the rows in the cache hold, estimated in a few layers
+    int32_t held_mass(llama_context & lctx, llama_seq_id seq_id, float & mass);
+
+    // what is put where: all or nothing
+    int32_t place(llama_seq_id seq_id, std::vector<uint32_t> & slots, const std::vector<uint32_t> & tail,
+            const llama_dge_kept & chosen, int32_t n_past);
+
+    // threads and abort callback as the context has them
+    void scorer_begin(const llama_context & lctx);
+
+    // what a choice among n_prompt rows starts from, scores to come
+    void select_input(int32_t n_prompt, int32_t budget, llama_dge_select_input & input) const;
+
+    // one choice; NOTHING_TO_CUT where none was needed
+    int32_t refresh(llama_context & lctx, llama_seq_id seq_id);
 
     // rows that are there afterwards, or a status
     int32_t restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_match);
@@ -329,6 +386,9 @@ struct llama_dge {
     std::vector<uint32_t> n_new; // rows per stream of the next batch
 
     llama_dge_adapters adapters; // of the last decode
+
+    // the parked rows are scored by the CPU
+    llama_dge_scorer_ptr scorer;
 
     std::string park_dir; // copy of llama_dge_params.park_dir
 

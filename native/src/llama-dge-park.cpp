@@ -64,16 +64,33 @@ llama_dge_parked::~llama_dge_parked() {
     }
 }
 
-bool llama_dge_parked::alloc(llama_dge_park_layer & layer) const {
+bool llama_dge_parked::alloc(llama_dge_park_layer & layer, size_t n_cap, size_t n_keep) {
     if (llama_dge_alloc_fails()) {
         return false;
     }
 
     // not zeroed: pages that are not written to yet take no memory
-    layer.k.reset(new (std::nothrow) uint8_t[layer.size_k * n_rows]);
-    layer.v.reset(new (std::nothrow) uint8_t[layer.size_v * layer.n_v * n_rows]);
+    std::unique_ptr<uint8_t[]> k(new (std::nothrow) uint8_t[layer.size_k * n_cap]);
+    std::unique_ptr<uint8_t[]> v(new (std::nothrow) uint8_t[layer.size_v * layer.n_v * n_cap]);
 
-    return layer.k && layer.v;
+    if (!k || !v) {
+        return false;
+    }
+
+    if (n_keep > 0) {
+        memcpy(k.get(), layer.k.get(), layer.size_k * n_keep);
+
+        for (size_t j = 0; j < layer.n_v; ++j) {
+            memcpy(v.get() + j * n_cap * layer.size_v, layer.v.get() + j * layer.n_cap * layer.size_v,
+                    n_keep * layer.size_v);
+        }
+    }
+
+    layer.k     = std::move(k);
+    layer.v     = std::move(v);
+    layer.n_cap = n_cap;
+
+    return true;
 }
 
 bool llama_dge_parked::alloc_largest(llama_dge_park_layer & buf) const {
@@ -84,7 +101,41 @@ bool llama_dge_parked::alloc_largest(llama_dge_park_layer & buf) const {
         buf.size_v = std::max(buf.size_v, layer.size_v * layer.n_v);
     }
 
-    return alloc(buf);
+    return alloc(buf, n_rows);
+}
+
+std::shared_ptr<llama_dge_parked> llama_dge_parked::clone() const {
+    auto res = std::make_shared<llama_dge_parked>();
+
+    res->n_rows         = n_rows;
+    res->n_exact        = n_exact;
+    res->n_summed       = n_summed;
+    res->exts           = exts;
+    res->others         = others;
+    res->others_pos_min = others_pos_min;
+    res->adapters       = adapters;
+
+    for (const auto & layer : layers) {
+        auto & copy = res->layers.emplace_back();
+
+        copy.size_k = layer.size_k;
+        copy.size_v = layer.size_v;
+        copy.n_v    = layer.n_v;
+        copy.sums   = layer.sums;
+
+        if (!alloc(copy, layer.n_cap)) {
+            return nullptr;
+        }
+
+        memcpy(copy.k.get(), layer.k.get(), layer.size_k * n_rows);
+        for (size_t j = 0; j < layer.n_v; ++j) {
+            const size_t offset = j * layer.n_cap * layer.size_v;
+
+            memcpy(copy.v.get() + offset, layer.v.get() + offset, n_rows * layer.size_v);
+        }
+    }
+
+    return res;
 }
 
 int64_t llama_dge_parked::n_bytes_layer(const llama_dge_park_layer & layer) const {

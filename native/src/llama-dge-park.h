@@ -17,6 +17,8 @@ struct llama_dge_park_layer {
     size_t size_v = 0; // bytes of a row of V; with a transposed V: of one element
     size_t n_v    = 0; // 1; with a transposed V: elements of a row, each with those of all rows behind one another
 
+    size_t n_cap = 0; // rows that there is room for, which is what the elements of a transposed V are apart
+
     std::unique_ptr<uint8_t[]> k;
     std::unique_ptr<uint8_t[]> v;
 
@@ -33,8 +35,11 @@ struct llama_dge_parked {
     llama_dge_parked(const llama_dge_parked &)             = delete;
     llama_dge_parked & operator=(const llama_dge_parked &) = delete;
 
-    // false: out of memory
-    bool alloc(llama_dge_park_layer & layer) const;
+    // room for n_cap rows, the first n_keep of those at hand are kept. false: out of memory, nothing changed
+    static bool alloc(llama_dge_park_layer & layer, size_t n_cap, size_t n_keep = 0);
+
+    // nullptr: out of memory
+    std::shared_ptr<llama_dge_parked> clone() const;
 
     // one that takes any of the layers; false: out of memory
     bool alloc_largest(llama_dge_park_layer & buf) const;
@@ -50,10 +55,11 @@ struct llama_dge_parked {
     bool file_read(size_t i, llama_dge_park_layer & buf, std::string & error) const;
 
     int32_t n_rows   = 0;
+    int32_t n_exact  = 0; // rows of before the first cut; those behind were made with what was left
     int32_t n_summed = 0;
 
     std::vector<llama_dge_park_layer> layers; // with a file: sizes only
-    std::vector<llama_kv_cell_ext>    exts;   // [n_rows]
+    std::vector<llama_kv_cell_ext>    exts;   // [n_exact]
 
     // layers that are not cut: their state just before the cut, and the first position of sliding windows in it
     std::vector<uint8_t> others;

@@ -30,12 +30,13 @@ static bool llama_dge_on_host(const ggml_tensor * t) {
     return ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
 }
 
-void llama_dge::park_layer(
-        llama_dge_park_layer & rows, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells) const {
+void llama_dge::park_layer(llama_dge_park_layer & rows, size_t row0, size_t ikv, llama_seq_id seq_id,
+        const std::vector<uint32_t> & cells) const {
     const uint32_t strm = kv.seq_to_stream[seq_id];
     const auto     runs = llama_dge_cell_runs(cells);
 
     // n_outer: 1, or the elements of a transposed V
+    // they go behind the first `row0` rows
     const auto gather = [&](uint8_t * out, const ggml_tensor * t, size_t size, size_t n_outer) {
         std::vector<uint8_t> copy;
         const uint8_t *      data = (const uint8_t *) t->data;
@@ -48,7 +49,7 @@ void llama_dge::park_layer(
 
         for (size_t j = 0; j < n_outer; ++j) {
             for (const auto & [i, n] : runs) {
-                memcpy(out + (j * cells.size() + i) * size, data + (j * t->ne[1] + cells[i]) * size, n * size);
+                memcpy(out + (j * rows.n_cap + row0 + i) * size, data + (j * t->ne[1] + cells[i]) * size, n * size);
             }
         }
     };
@@ -57,15 +58,16 @@ void llama_dge::park_layer(
     gather(rows.v.get(), kv.layers[ikv].v_stream[strm], rows.size_v, rows.n_v);
 }
 
-void llama_dge::unpark_layer(const llama_dge_park_layer & rows, size_t n_rows, size_t ikv, llama_seq_id seq_id,
-        const std::vector<uint32_t> & cells) const {
+void llama_dge::unpark_layer(
+        const llama_dge_park_layer & rows, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells) const {
     const uint32_t strm = kv.seq_to_stream[seq_id];
     const auto     runs = llama_dge_cell_runs(cells);
 
     const auto scatter = [&](ggml_tensor * t, const uint8_t * data, size_t size, size_t n_outer) {
         for (size_t j = 0; j < n_outer; ++j) {
             for (const auto & [i, n] : runs) {
-                ggml_backend_tensor_set(t, data + (j * n_rows + i) * size, (j * t->ne[1] + cells[i]) * size, n * size);
+                ggml_backend_tensor_set(
+                        t, data + (j * rows.n_cap + i) * size, (j * t->ne[1] + cells[i]) * size, n * size);
             }
         }
     };
@@ -98,6 +100,7 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
     auto parked = std::make_shared<llama_dge_parked>();
 
     parked->n_rows   = cells.size();
+    parked->n_exact  = cells.size();
     parked->n_summed = seqs[seq_id].n_summed;
     parked->adapters = adapters;
 
@@ -145,9 +148,12 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
     }
 
     if (params.park == LLAMA_DGE_PARK_RAM) {
+        // rows that are decoded after the cut are added where they may be chosen
+        const size_t n_cap = cells.size() + (params.refresh != 0 ? LLAMA_DGE_PARK_SPARE : 0);
+
         // filled layer by layer while the cut frees the layers' old buffers
         for (auto & layer : parked->layers) {
-            if (!parked->alloc(layer)) {
+            if (!parked->alloc(layer, n_cap)) {
                 status = LLAMA_DGE_ERR_MEMORY;
                 return nullptr;
             }
@@ -161,12 +167,12 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
     for (size_t i = 0; ok && i < parked->layers.size(); ++i) {
         auto & layer = parked->layers[i];
 
-        if (!parked->alloc(layer)) {
+        if (!parked->alloc(layer, cells.size())) {
             status = LLAMA_DGE_ERR_MEMORY;
             return nullptr;
         }
 
-        park_layer(layer, i, seq_id, cells);
+        park_layer(layer, 0, i, seq_id, cells);
 
         ok = parked->file_write(layer, error);
 
@@ -188,7 +194,7 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
 //
 
 bool llama_dge::others_fit(const llama_context & lctx, const llama_dge_parked & parked, int32_t n) const {
-    if (n == parked.n_rows) {
+    if (n == parked.n_exact) {
         return true;
     }
     // a recurrent state is that of one position
@@ -204,7 +210,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     const auto parked = seqs[seq_id].parked;
 
-    const int32_t n = parked ? std::min(n_match, parked->n_rows) : 0;
+    const int32_t n = parked ? std::min(n_match, parked->n_exact) : 0;
 
     if (n <= 0 || parked->adapters != get_adapters(lctx) || !others_fit(lctx, *parked, n)) {
         return 0;
@@ -258,13 +264,13 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
         const auto & layer = parked->layers[i];
 
         if (parked->path.empty()) {
-            unpark_layer(layer, parked->n_rows, i, seq_id, cells);
+            unpark_layer(layer, i, seq_id, cells);
             continue;
         }
 
         ok = parked->file_read(i, buf, error);
         if (ok) {
-            unpark_layer(buf, parked->n_rows, i, seq_id, cells);
+            unpark_layer(buf, i, seq_id, cells);
         }
     }
 
@@ -285,7 +291,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
         ok = lctx.state_seq_set_data(
                      seq_id, parked->others.data(), parked->others.size(), LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) > 0;
 
-        if (auto * swa = get_swa(lctx); ok && swa && n < parked->n_rows) {
+        if (auto * swa = get_swa(lctx); ok && swa && n < parked->n_exact) {
             ok = swa->seq_rm(seq_id, n, -1);
         }
     }
@@ -309,7 +315,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     for (size_t i = 0; seq.n_summed > 0 && i < layers.size(); ++i) {
         if (layers[i].sums && !parked->layers[i].sums.empty()) {
-            write_sums(i, seq_id, cells, parked->layers[i].sums, parked->n_rows);
+            write_sums(i, seq_id, cells, parked->layers[i].sums, parked->n_exact);
         }
     }
 

@@ -161,10 +161,11 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
         const int32_t n_cap = head.n_after - (head.n_before - head.pos_min);
 
         llama_dge_state_check(dst >= 0 && (uint32_t) dst < dge->n_seq, "a sequence out of range");
-        llama_dge_state_check(head.pos_min >= 0 && head.pos_min < head.n_prompt && head.boundary == head.n_prompt - 1 &&
-                                      head.n_before == head.n_prompt + head.n_draft && head.n_draft >= 0 &&
-                                      n_cap >= 0 && n_cap <= head.pos_min &&
-                                      (uint32_t) head.n_after <= dge->n_cells_max,
+        llama_dge_state_check(head.pos_min >= 0 && head.pos_min <= head.boundary &&
+                                      head.boundary >= head.n_prompt - 1 && head.boundary < head.n_before &&
+                                      head.n_prompt >= 1 && head.n_draft >= 0 &&
+                                      head.n_before == head.n_prompt + head.n_draft && n_cap >= 0 &&
+                                      n_cap <= head.pos_min && (uint32_t) head.n_after <= dge->n_cells_max,
                 "damaged counts");
 
         llama_dge_seq seq;
@@ -193,9 +194,12 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
                 rows.resize(n_rows);
                 io.read(rows.data(), rows.size() * sizeof(rows[0]));
 
+                auto sorted = rows; // they are by slot
+                std::sort(sorted.begin(), sorted.end());
+
                 for (uint32_t r = 0; r < n_rows; ++r) {
                     llama_dge_state_check(
-                            rows[r] >= (r > 0 ? rows[r - 1] + 1 : 0) && rows[r] < head.pos_min, "damaged rows");
+                            sorted[r] >= (r > 0 ? sorted[r - 1] + 1 : 0) && sorted[r] < head.pos_min, "damaged rows");
                 }
 
                 n_max = std::max(n_max, (int32_t) n_rows);

@@ -57,11 +57,15 @@ bool llama_dge::alloc_tensors(
 }
 
 llama_dge_select_params llama_dge::select_params(const llama_dge_params & p) {
+    // with recall the last queries, pooled, take the place of the draft's
+    const bool recalls = p.refresh != 0;
+    const bool pools   = p.draft_pooling != LLAMA_DGE_POOLING_NONE;
+
     return {
         p.policy,
-        p.scores,
+        recalls ? (int32_t) LLAMA_DGE_SCORES_DRAFT : p.scores,
         p.pooling,
-        p.draft_pooling,
+        recalls && !pools ? p.pooling : p.draft_pooling,
         p.kernel_size,
         p.sinks,
         p.layer_budgets,
@@ -188,6 +192,14 @@ void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0,
     const bool window = llama_dge_needs_window_scores(sel);
     const bool draft  = llama_dge_needs_draft_scores(sel);
 
+    if (recalls() && draft) {
+        const int32_t n_due = due_rows(n_prompt);
+
+        p0 = std::max(0, n_due - params.window);
+        p1 = std::min(n_due, n_rows);
+        return;
+    }
+
     p0 = window ? n_prompt - params.window : n_prompt - 1;
     p1 = draft ? std::min(n_prompt + params.draft_tokens - 1, n_rows) : n_prompt;
 
@@ -274,13 +286,13 @@ int32_t llama_dge::map_cells(llama_seq_id seq_id, std::vector<uint32_t> & cells)
 bool llama_dge::is_due(llama_seq_id seq_id) const {
     const auto & seq = seqs[seq_id];
 
-    if (seq.state != LLAMA_DGE_STATE_ARMED) {
-        return false;
+    const int32_t n_rows = kv.v_cells[kv.seq_to_stream[seq_id]].seq_pos_max(seq_id) + 1;
+
+    switch (seq.state) {
+        case LLAMA_DGE_STATE_ARMED: return seq.force || n_rows >= due_rows(seq.n_prompt);
+        case LLAMA_DGE_STATE_CUT:   return recalls() && seq.parked && n_rows >= seq.n_checked + refresh_step();
+        default:                    return false;
     }
-
-    const llama_pos pos_max = kv.v_cells[kv.seq_to_stream[seq_id]].seq_pos_max(seq_id);
-
-    return seq.force || pos_max + 1 >= seq.n_prompt + params.draft_tokens - 1;
 }
 
 bool llama_dge::any_cut() const {
@@ -311,7 +323,8 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
     if (n_prompt < 1 || n_prompt > n_rows) {
         return LLAMA_DGE_ERR_SEQ;
     }
-    if (n_prompt <= resolve_budget(n_prompt)) {
+    // with recall, the answer may become long enough
+    if (n_prompt <= resolve_budget(n_prompt) && !recalls()) {
         return LLAMA_DGE_NOTHING_TO_CUT;
     }
 
@@ -329,6 +342,37 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
     return LLAMA_DGE_OK;
 }
 
+void llama_dge::select_input(int32_t n_prompt, int32_t budget, llama_dge_select_input & input) const {
+    input.params   = select_params(params);
+    input.n_prompt = n_prompt;
+    input.n_past   = n_prompt - params.window;
+    input.n_cap    = budget - params.window;
+    input.layers.resize(layers.size());
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        input.layers[i].n_head_kv = n_head_kv(i);
+    }
+
+    if (params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
+        auto it = table.begin();
+        for (size_t i = 0; i < layers.size(); ++i) {
+            input.table.emplace_back();
+            for (uint32_t ih = 0; ih < n_head_kv(i); ++ih) {
+                input.table[i].push_back(*it++ - params.window);
+            }
+        }
+    }
+
+    if (params.policy == LLAMA_DGE_POLICY_CUSTOM) {
+        const int32_t n_past = input.n_past;
+
+        input.custom = [this, n_past](
+                               size_t i, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) {
+            return call_select(layers[i].il, n_past, n, ranks, rows);
+        };
+    }
+}
+
 int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     auto & seq = seqs[seq_id];
 
@@ -344,38 +388,26 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
         return LLAMA_DGE_ERR_SEQ;
     }
 
+    // with recall, rows of the answer compete as those of the prompt do
+    const int32_t n_prompt = recalls() ? n_rows : seq.n_prompt;
+
     const int32_t budget = resolve_budget(seq.n_prompt);
-    if (seq.n_prompt <= budget) {
+    if (n_prompt <= budget) {
         return LLAMA_DGE_NOTHING_TO_CUT;
     }
 
     llama_dge_select_input input;
 
-    input.params   = select_params(params);
-    input.n_prompt = seq.n_prompt;
-    input.n_past   = seq.n_prompt - params.window;
-    input.n_cap    = budget - params.window;
-    input.layers.resize(layers.size());
-
-    if (params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
-        auto it = table.begin();
-        for (size_t i = 0; i < layers.size(); ++i) {
-            input.table.emplace_back();
-            for (uint32_t ih = 0; ih < n_head_kv(i); ++ih) {
-                input.table[i].push_back(*it++ - params.window);
-            }
-        }
-    }
-
-    if (params.policy == LLAMA_DGE_POLICY_CUSTOM) {
-        input.custom = [&](size_t i, int32_t n, const llama_dge_ranks & ranks, std::vector<llama_dge_rows> & rows) {
-            return call_select(layers[i].il, input.n_past, n, ranks, rows);
-        };
-    }
+    select_input(n_prompt, budget, input);
 
     llama_pos p0;
     llama_pos p1;
     needed_queries(seq.n_prompt, n_rows, p0, p1);
+
+    if (recalls()) {
+        p0 = std::max(0, n_rows - params.window);
+        p1 = llama_dge_get_policy(params.policy)->needs_scores ? n_rows : p0;
+    }
 
     if (!captured(seq_id, p0, p1) || !summed(seq_id, std::min(n_rows, seq.n_prompt + params.draft_tokens - 1))) {
         return LLAMA_DGE_ERR_QUERIES;
@@ -388,8 +420,6 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
     for (size_t i = 0; i < layers.size(); ++i) {
         auto & scores = input.layers[i];
-
-        scores.n_head_kv = kv.hparams.n_head_kv(layers[i].il);
 
         if (!llama_dge_get_policy(params.policy)->needs_scores) {
             continue;
@@ -406,7 +436,9 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
             status = score_layer(lctx, i, seq_id, cells, p0, seq.n_prompt, input.n_past, scores.window);
         }
         if (status == LLAMA_DGE_OK && llama_dge_needs_draft_scores(input.params)) {
-            status = score_layer(lctx, i, seq_id, cells, seq.n_prompt - 1, p1, input.n_past, scores.draft);
+            const llama_pos first = recalls() ? p0 : seq.n_prompt - 1;
+
+            status = score_layer(lctx, i, seq_id, cells, first, p1, input.n_past, scores.draft);
         }
         if (status != LLAMA_DGE_OK) {
             return status;
@@ -447,7 +479,8 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     seq.budget       = mean_budget(budget);
     seq.n_before     = n_rows;
     seq.n_after      = n_rows - input.n_past + n_cap;
-    seq.boundary     = seq.n_prompt - 1;
+    seq.boundary     = n_prompt - 1;
+    seq.n_checked    = n_rows;
     seq.pos_min      = input.n_past;
     seq.bytes_kept   = kept_bytes(kept, n_rows - input.n_past);
     seq.kept         = std::move(kept);
@@ -507,6 +540,10 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     info.n_restored    = seq.n_restored;
     info.t_park_us     = seq.t_park_us;
     info.t_restore_us  = seq.t_restore_us;
+    info.n_refresh     = seq.n_refresh;
+    info.n_checks      = seq.n_checks;
+    info.n_moved       = seq.n_moved;
+    info.t_refresh_us  = seq.t_refresh_us;
 
     for (uint32_t i = 0; i < cells.size(); ++i) {
         info.n_rows += !cells.is_empty(i) && cells.seq_has(i, seq_id);

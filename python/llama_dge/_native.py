@@ -71,6 +71,8 @@ class _Params(ctypes.Structure):
         ("park", ctypes.c_int32),
         ("park_dir", ctypes.c_char_p),
         ("park_limit", ctypes.c_int64),
+        ("refresh", ctypes.c_int32),
+        ("refresh_mass", ctypes.c_float),
     ]
 
 
@@ -100,6 +102,10 @@ class _SeqInfo(ctypes.Structure):
         ("bytes_parked", ctypes.c_int64),
         ("t_park_us", ctypes.c_int64),
         ("t_restore_us", ctypes.c_int64),
+        ("n_refresh", ctypes.c_int64),
+        ("n_checks", ctypes.c_int64),
+        ("n_moved", ctypes.c_int64),
+        ("t_refresh_us", ctypes.c_int64),
     ]
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .rounding import GGML_TYPES
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 OK, NOTHING_TO_CUT = 0, 1
 ERR_PARAMS, ERR_UNSUPPORTED, ERR_DISABLED, ERR_SEQ, ERR_QUERIES = -1, -2, -3, -4, -5
@@ -88,6 +88,8 @@ class Params(ctypes.Structure):
         ("park", ctypes.c_int32),
         ("park_dir", ctypes.c_char_p),
         ("park_limit", ctypes.c_int64),
+        ("refresh", ctypes.c_int32),
+        ("refresh_mass", ctypes.c_float),
     ]
 
 
@@ -102,6 +104,7 @@ class SeqInfo(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("t_score_us", "t_select_us", "t_compact_us", "n_cuts")),
         *((name, ctypes.c_int32) for name in ("n_parked", "n_restored")),
         *((name, ctypes.c_int64) for name in ("bytes_parked", "t_park_us", "t_restore_us")),
+        *((name, ctypes.c_int64) for name in ("n_refresh", "n_checks", "n_moved", "t_refresh_us")),
     ]
 
     def as_dict(self) -> dict[str, int]:
