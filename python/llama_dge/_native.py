@@ -31,6 +31,7 @@ _LAYER_BUDGETS = {"exact": 0, "reference": 1}
 _HEAD_BUDGETS = {"uniform": 0, "adaptive": 1}
 _HEAD_BUDGETS_TABLE = 2
 _PARKS = {"off": 0, "ram": 1, "disk": 2}
+_REFRESH_AUTO = -1
 _STATES = ("full", "armed", "cut")
 
 
@@ -263,6 +264,8 @@ def enable(ctx: int, config: DGEConfig) -> Any:
     params.park = _PARKS[config.parks]
     params.park_dir = os.fsencode(config.park_dir if config.park_dir is not None else tempfile.gettempdir())
     params.park_limit = config.park_limit or 0
+    params.refresh = _REFRESH_AUTO if isinstance(config.refresh, str) else config.refresh
+    params.refresh_mass = config.refresh_mass
     _check("enabling eviction", _enable(ctx, ctypes.byref(params)))
     return callback
 
@@ -346,6 +349,10 @@ def seq_stats(ctx: int, seq: int) -> DGEStats:
         bytes_parked=info.bytes_parked,
         seconds_park=info.t_park_us * 1e-6,
         seconds_restore=info.t_restore_us * 1e-6,
+        n_refresh=info.n_refresh,
+        n_checks=info.n_checks,
+        rows_moved=info.n_moved,
+        seconds_refresh=info.t_refresh_us * 1e-6,
         error=status_text(info.error) if info.error < 0 else None,
     )
 

@@ -126,6 +126,14 @@ class DGEConfig:
         Folder of the files, by default the system's for temporary files.
     park_limit
         Bytes that may be parked; a prompt that needs more is not cut. None: no limit.
+    refresh
+        0: one cut for good, DGE as published. n: after the cut, the rows are chosen again every n tokens from all rows,
+        which are parked, by the attention of the last `window` tokens, pooled (`scores` does not count). Rows of the
+        answer compete as those of the prompt do, so `budget` rows are attended however long the answer is. "auto":
+        every 4 tokens it looks whether the rows at hold less than `refresh_mass` of the last token's attention, and
+        chooses only then, and after 64 tokens in any case. Needs ``park="ram"``.
+    refresh_mass
+        Share in (0, 1] for ``refresh="auto"``.
     elastic
         True: the buffers of the cache begin small, grow with use up to n_ctx, and shrink after a cut. False: they are
         allocated for n_ctx once and for all, as llama.cpp does.
@@ -158,6 +166,8 @@ class DGEConfig:
     park: str = "ram"
     park_dir: str | None = None
     park_limit: int | None = None
+    refresh: int | str = 0
+    refresh_mass: float = 0.9
     elastic: bool = True
     strict: bool = True
 
@@ -181,13 +191,35 @@ class DGEConfig:
         for field in ("elastic", "strict"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be True or False")
+        self._check_refresh()
         self._check_head_budgets()
         self._check_budget()
 
     @property
     def parks(self) -> str:
         """Where rows are parked: `park`, or "off" where no setting needs them."""
-        return self.park if self.new_turn == "restore" else "off"
+        return self.park if self.new_turn == "restore" or self.refresh else "off"
+
+    def _check_refresh(self) -> None:
+        value = self.refresh
+        if value != "auto" and not _is_int(value):
+            raise ValueError(f'refresh={value!r}: must be a number of tokens, 0 for never, or "auto"')
+        if _is_int(value):
+            self._check_rows("refresh", 0)
+        mass = self.refresh_mass
+        if isinstance(mass, bool) or not isinstance(mass, numbers.Real) or not 0.0 < float(mass) <= 1.0:
+            raise ValueError(f"refresh_mass={mass!r}: must be a share in (0, 1]")
+        object.__setattr__(self, "refresh_mass", float(mass))
+        if not self.refresh:
+            return
+        if self.park != "ram":
+            raise ValueError(
+                f'refresh={value!r}: needs park="ram", not "{self.park}": the parked rows are read each time'
+            )
+        if self.scores != "draft":
+            raise ValueError(
+                f'scores="{self.scores}": with refresh={value!r} the attention of the last tokens ranks the rows'
+            )
 
     def _check_park(self) -> None:
         self._check_choice("park", PARKS)

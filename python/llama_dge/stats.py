@@ -47,6 +47,12 @@ class DGEStats:
         Rows that the last prompt got back from there; 0 where it did not build on a cut one.
     seconds_park, seconds_restore
         Time that parking took, which is part of `seconds_compact`, and the last restore.
+    n_refresh, n_checks
+        Choices after the cut, and with ``refresh="auto"`` how often it was looked whether one pays.
+    rows_moved
+        Rows of one layer and head that these choices brought back into the cache.
+    seconds_refresh
+        Time of all of them.
     error
         Why the last attempt to cut failed, or None.
     rows_by_head
@@ -75,6 +81,10 @@ class DGEStats:
     bytes_parked: int = 0
     seconds_park: float = 0.0
     seconds_restore: float = 0.0
+    n_refresh: int = 0
+    n_checks: int = 0
+    rows_moved: int = 0
+    seconds_refresh: float = 0.0
     error: str | None = None
     rows_by_head: tuple[tuple[int, ...], ...] = ()
 
