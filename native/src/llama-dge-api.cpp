@@ -415,10 +415,6 @@ int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, i
     ctx->synchronize();
 
     try {
-        // copies of streams and shifts that wait for the next decode would meet other rows
-        ctx->sched_reserve();
-        ctx->memory_update(false);
-
         res = dge.restore(*ctx, seq_id, n_match);
     } catch (const std::bad_alloc &) {
         // everything is allocated before the first row moves

@@ -218,6 +218,10 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     const uint32_t strm = kv.seq_to_stream[seq_id];
 
+    // copies of streams and shifts that wait for the next decode would meet other rows
+    lctx.sched_reserve();
+    lctx.memory_update(false);
+
     // what can fail comes first
 
     std::string error;
