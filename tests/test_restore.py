@@ -460,7 +460,10 @@ def test_nothing_to_restore(new_context: ContextFactory) -> None:
     assert context.restore(5, seq=-1) == context.restore(5, seq=1) == driver.ERR_SEQ
     prefill_and_arm(context, FIRST[:N_PROMPT])
     assert context.restore(5) == 0 and context.info()["state"] == driver.STATE_ARMED
-    decode_each(context, FIRST[N_PROMPT:])
+    decode_each(context, FIRST[N_PROMPT:N_CUT])
+    # the cut that is due is not made by a call that has nothing to do
+    assert context.restore(5) == 0 and context.info()["state"] == driver.STATE_ARMED
+    decode_each(context, FIRST[N_CUT:])
     before = context.state()
     assert context.restore(-1) == driver.ERR_PARAMS
     assert context.restore(0) == 0

@@ -27,6 +27,7 @@ from reference.policies import Settings, disagreement, past_scores
 from reference.scenario import as_lists
 
 N_SEQ = 3
+N_ROWS = 300  # that a sequence may have
 N_CELLS = 1024  # of the unified cache, or of each stream: an elastic one starts with half of them
 S = Settings(budget=16, window=4, draft_tokens=2, scores="both", kernel_size=3)
 N_SLOTS = S.window + S.draft_tokens - 1
@@ -94,9 +95,13 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.context: Context | None = None
 
-    @initialize(kv_unified=st.booleans(), elastic=st.booleans(), park=st.sampled_from(["off", "ram", "disk"]))
-    def start(self, kv_unified: bool, elastic: bool, park: str) -> None:
-        self.kv_unified, self.elastic, self.park = kv_unified, elastic, park
+    @initialize(
+        kv_unified=st.booleans(),
+        elastic=st.integers(0, 4),
+        park=st.sampled_from(["ram", "disk", "disk", "off"]),
+    )
+    def start(self, kv_unified: bool, elastic: int, park: str) -> None:
+        self.kv_unified, self.elastic, self.park = kv_unified, elastic != 4, park
         self.folder = Path(tempfile.mkdtemp(dir=self.root))
         self.context = self.new_context()
         self.twins = [Twin() for _ in range(N_SEQ)]
@@ -159,8 +164,14 @@ class Machine(RuleBasedStateMachine):
         twin.rows = twin.rows[: S.budget - S.window] + twin.rows[first:]
         twin.state = driver.STATE_CUT
 
-    @rule(seq=seqs, n_prompt=st.integers(17, 140), seed=seeds, n_more=st.integers(0, 4))
-    def prompt(self, seq: int, n_prompt: int, seed: int, n_more: int) -> None:
+    @rule(
+        seq=seqs,
+        n_prompt=st.one_of(st.integers(17, 60), st.integers(200, 290)),
+        seed=seeds,
+        n_more=st.sampled_from([0, 1, 3, 3]),
+        back=st.sampled_from([0, 0.3, 0.9, 1]),
+    )
+    def prompt(self, seq: int, n_prompt: int, seed: int, n_more: int, back: float) -> None:
         """The usual course of things: a new prompt, armed, and some tokens of the answer."""
         if self.twins[seq].n:
             self.remove_all(seq)
@@ -168,11 +179,13 @@ class Machine(RuleBasedStateMachine):
         self.arm(seq, 1.0)
         for i in range(n_more):
             self.decode(seq, 1, seed + i)
+        if back and self.twins[seq].parked:
+            self.turn(seq, back, 30, seed)
 
     @rule(seq=seqs, n=st.integers(1, 6), seed=seeds)
     def decode(self, seq: int, n: int, seed: int) -> None:
         twin = self.twins[seq]
-        n = min(n, 200 - twin.n)
+        n = min(n, N_ROWS - twin.n)
         if n < 1:
             return
         tokens = np.random.default_rng(seed).integers(3, N_VOCAB, n).tolist()
@@ -189,7 +202,7 @@ class Machine(RuleBasedStateMachine):
     def abort(self, seq: int, n: int, calls: int) -> None:
         """A decode that is stopped somewhere, perhaps in a cut; whatever it stored is removed again."""
         twin = self.twins[seq]
-        if twin.n + n > 200:
+        if twin.n + n > N_ROWS:
             return
         due = [self.is_due(t) for t in self.twins]
         counter = count()
@@ -204,11 +217,11 @@ class Machine(RuleBasedStateMachine):
         assert self.context.seq_rm(seq, twin.n, -1)
         twin.captured = None
 
-    @rule(seq=seqs, n=st.integers(1, 150), seed=seeds, nth=st.integers(1, 4))
+    @rule(seq=seqs, n=st.sampled_from([1, 1, 40, 250]), seed=seeds, nth=st.sampled_from([1, 1, 2, 3]))
     def no_memory(self, seq: int, n: int, seed: int, nth: int) -> None:
         """A decode in which one allocation fails: of what is parked, of smaller buffers, or of more cells."""
         twin = self.twins[seq]
-        n = min(n, 200 - twin.n)
+        n = min(n, N_ROWS - twin.n)
         if n < 1:
             return
         due = [self.is_due(t) for t in self.twins]
@@ -231,7 +244,11 @@ class Machine(RuleBasedStateMachine):
 
     # what was parked comes back
 
-    @rule(seq=seqs, n=st.one_of(st.integers(0, 210), st.just(1000)), no_memory=st.sampled_from([0, 0, 1, 2]))
+    @rule(data=st.data(), n=st.one_of(st.integers(0, 310), st.just(1000)), no_memory=st.sampled_from([0, 0, 1, 1, 2]))
+    def restore_some(self, data: st.DataObject, n: int, no_memory: int) -> None:
+        any_parked = any(twin.parked for twin in self.twins)
+        self.restore(self.some(data, lambda twin: bool(twin.parked) == any_parked), n, no_memory)
+
     def restore(self, seq: int, n: int, no_memory: int) -> None:
         """In any state of the sequence: what can be put back is."""
         twin = self.twins[seq]
@@ -270,7 +287,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(twin.parked for twin in self.twins))
     def next_turn(self, data: st.DataObject, share: float, n: int, seed: int) -> None:
         """The usual course of things: back to where two prompts part, the rest of the new one, and the next cut."""
-        seq = self.some(data, lambda twin: twin.parked is not None)
+        self.turn(self.some(data, lambda twin: twin.parked is not None), share, n, seed)
+
+    def turn(self, seq: int, share: float, n: int, seed: int) -> None:
         self.restore(seq, max(1, int(self.twins[seq].parked.n * share)), 0)
         self.decode(seq, n, seed)
         self.arm(seq, 1.0)
@@ -339,7 +358,7 @@ class Machine(RuleBasedStateMachine):
         assert self.context.seq_rm(seq, -1, -1)
         self.forget(seq)
 
-    @rule(sure=st.integers(0, 3))
+    @rule(sure=st.integers(0, 7))
     def clear(self, sure: int) -> None:
         if sure:
             return  # not so often
@@ -454,7 +473,7 @@ def _model() -> Any:
 
 TestStateMachine = Machine.TestCase
 TestStateMachine.settings = settings(
-    max_examples=40,
+    max_examples=36,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
