@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     speed ratios against stock and against dge off'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, bench-policies, bench-select, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, soak, bench-policies, bench-select, bench-memory, sweep, clean'
 
 # --- environment
 
@@ -91,6 +91,11 @@ test-python: setup
 test-stock: setup
 	$(PY) -m pytest -m stock $(PYTEST_ARGS)
 
+# hundreds of requests on one instance, three minutes
+.PHONY: soak
+soak: setup
+	$(PY) -m pytest -m soak $(PYTEST_ARGS)
+
 test-model: setup sweep-build
 	$(PY) -m pytest -m 'model or slow' $(PYTEST_ARGS)
 
@@ -139,9 +144,13 @@ bench: setup
 	$(PY) -m bench $(BENCH_ARGS)
 
 # what policies and uneven budgets cost, e.g. make bench-policies BENCH_ARGS=--quick
-.PHONY: bench-policies bench-select
+.PHONY: bench-policies bench-select bench-memory
 bench-policies: setup
 	$(PY) -m bench.policies $(BENCH_ARGS)
+
+# what a cut gives back: cache and resident memory
+bench-memory: setup
+	$(PY) -m bench.memory $(BENCH_ARGS)
 
 bench-select: $(TOOLS)
 	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja $(CMAKE_PY)
