@@ -175,7 +175,18 @@ def add_dge_options(parser: argparse.ArgumentParser, default: DGEConfig) -> None
     add("park", "where the rows of before the cut wait for it", choices=PARKS)
     add("park-dir", "folder for --park disk", metavar="DIR")
     add("park-limit", "bytes that may be parked", type=int, metavar="N")
+    add("refresh", 'tokens after which rows are chosen again, or "auto"; 0: never', type=_refresh, metavar="N")
+    add("refresh-mass", "share of attention below which auto chooses again", type=float, metavar="X")
     add("elastic", "a cache that grows with use and shrinks after a cut", action=argparse.BooleanOptionalAction)
+
+
+def _refresh(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor auto") from None
 
 
 def wanted_dge(args: argparse.Namespace, default: DGEConfig) -> DGEConfig | None:

@@ -185,7 +185,8 @@ def estimate(
             rows = rows_after = n_prompt + config.draft_tokens - 1
             if _budget(config, n_prompt) < n_prompt:
                 kept, at_most = _rows_kept(config, n_prompt, heads)
-                rows_after = kept + config.draft_tokens - 1
+                # rows of the answer compete with the prompt's where they are chosen again
+                rows_after = kept if config.refresh else kept + config.draft_tokens - 1
             else:
                 reason = "the prompt is not longer than the budget"
 
@@ -235,7 +236,8 @@ def estimate(
 
 def _own_bytes(ctx: Any, config: DGEConfig) -> int:
     try:
-        callback = _native.enable(ctx, config)
+        with suppress_stdout_stderr(disable=False):
+            callback = _native.enable(ctx, config)
     except (ValueError, _native.DGEError) as error:
         raise CLIError(str(error)) from error
     del callback  # nothing is decoded
