@@ -535,7 +535,7 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     info.t_select_us   = seq.t_select_us;
     info.t_compact_us  = seq.t_compact_us;
     info.n_cuts        = n_cuts;
-    info.n_parked      = seq.parked ? seq.parked->n_rows : 0;
+    info.n_parked      = seq.parked ? seq.parked->n_exact : 0;
     info.bytes_parked  = seq.parked ? seq.parked->n_bytes() : 0;
     info.n_restored    = seq.n_restored;
     info.t_park_us     = seq.t_park_us;

@@ -1,0 +1,397 @@
+"""Recall: rows are chosen again from the parked ones, and what was evicted comes back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reference import driver
+from reference.bounds import nmse_bounds
+from reference.forward import Reference, nmse
+from reference.models import ZOO
+from reference.policies import Settings, disagreement, past_scores
+from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
+
+if TYPE_CHECKING:
+    from conftest import ContextFactory, Zoo
+
+BUDGET, WINDOW = 40, 8
+
+
+def recall(refresh: int, **settings: Any) -> dict[str, Any]:
+    """Parameters of the library."""
+    return {"budget": BUDGET, "window": WINDOW, "draft_tokens": 2, "park": "ram", "refresh": refresh, **settings}
+
+
+def cells_in_use(context: driver.Context, refresh: int) -> None:
+    """No more rows than the budget and what came since the last choice."""
+    info = context.info()
+    assert info["n_rows"] == info["n_rows_after"] + (context.pos_max() + 1 - info["n_rows_before"])
+    assert context.pos_max() + 1 - info["n_rows_before"] <= max(refresh, 1)
+
+
+RUNS = [
+    ("g1", True, "f16", "snapkv", "uniform", 4, False),
+    ("g2", False, "f16", "snapkv", "uniform", 1, True),
+    ("g2", True, "q8_0", "snapkv", "uniform", 3, False),
+    ("g2", True, "q4_0", "snapkv", "adaptive", 5, True),
+    ("g3", False, "f16", "pyramidkv", "uniform", 2, False),
+    ("g3", True, "f16", "streamingllm", "uniform", 4, True),
+    ("g8", True, "f16", "snapkv", "adaptive", 8, False),
+    ("g8", False, "f32", "snapkv", "uniform", 7, False),
+    ("one", False, "f16", "snapkv", "uniform", 16, True),
+    ("deep", False, "f32", "pyramidkv", "adaptive", 6, True),
+    ("deep", False, "bf16", "streamingllm", "uniform", 1, False),
+]
+
+
+@pytest.mark.parametrize("model, flash_attn, kind, policy, head_budgets, refresh, elastic", RUNS, ids=str)
+def test_every_step_equals_the_masked_cache(
+    zoo: Zoo,
+    new_context: ContextFactory,
+    model: str,
+    flash_attn: bool,
+    kind: str,
+    policy: str,
+    head_budgets: str,
+    refresh: int,
+    elastic: bool,
+) -> None:
+    """Between choices and across them; rows of the answer are evicted and come back as rows of the prompt do."""
+    dge = recall(refresh, policy=policy, head_budgets=head_budgets)
+    kv = {"flash_attn": flash_attn, "type_k": kind, "type_v": kind, "elastic": elastic}
+    context = new_context(model, **kv, dge=dge)
+    reference = Reference(zoo[model].weights, kind, kind, flash_attn)
+    tokens = tokens_of(220, 0)
+    prefill_and_arm(context, tokens[:150])
+    reference.run(tokens[:150])
+    largest, median = nmse_bounds(kind, kind, flash_attn, ZOO[model].n_layer)
+    errors, n_before, n_back, evicted = [], -1, 0, None
+    for token in tokens[150:]:
+        got = context.decode([token])[0]
+        info = context.info()
+        if info["state"] == driver.STATE_CUT and info["n_rows_before"] != n_before:
+            n_before = info["n_rows_before"]
+            assert n_before == reference.n_tokens
+            kept = context.kept()
+            reference.mask_all_but(kept)
+            if policy != "pyramidkv" and head_budgets == "uniform":
+                assert info["n_rows_after"] == BUDGET
+            if evicted is not None:
+                n_back += len(set(kept[0][0].tolist()) & evicted)
+            evicted = set(range(n_before)) - set(kept[0][0].tolist())
+        if info["state"] == driver.STATE_CUT:
+            cells_in_use(context, refresh)
+        errors.append(nmse(got, reference.step([token])[0]))
+    info = context.info()
+    # the first choice is the cut
+    assert info["n_refresh"] == (219 - 151) // refresh and info["n_moved"] > 0
+    assert info["n_parked"] == 151 and info["bytes_parked"] > 0
+    assert max(errors) < largest and np.median(errors) < median
+    if policy != "streamingllm":
+        assert n_back > 0  # otherwise nothing above was about rows that come back
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("model", ["g1", "g2", "g8"])
+def test_the_last_queries_choose(zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool) -> None:
+    """Each choice is the one that SnapKV makes of a prompt that ends here."""
+    context = new_context(model, flash_attn=flash_attn, dge=recall(5))
+    tokens = tokens_of(200, 1)
+    prefill_and_arm(context, tokens[:150])
+    reference = Reference(zoo[model].weights, "f16", "f16", flash_attn)
+    reference.run(tokens[:150])
+    s = Settings(scores="policy", budget=BUDGET, window=WINDOW)
+    gaps, n_before = [], -1
+    for token in tokens[150:]:
+        context.decode([token])
+        info = context.info()
+        if info["n_rows_before"] != n_before and info["state"] == driver.STATE_CUT:
+            n_before = info["n_rows_before"]
+            kept = context.kept()
+            for q, k, heads in zip(reference.q, reference.k, kept):
+                for row, positions in zip(past_scores(q, k, n_before, s), heads):
+                    gaps.append(disagreement(row, positions, BUDGET - WINDOW))
+                    assert positions[-WINDOW:].tolist() == list(range(n_before - WINDOW, n_before))
+            reference.mask_all_but(kept)
+        reference.step([token])
+    # scores that differ by rounding alone may change places
+    assert max(gaps) < 2e-2 and np.mean(np.asarray(gaps) == 0.0) > 0.8
+    assert len(gaps) >= 9 * len(kept)
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_budget_for_all_rows_is_the_full_cache(new_context: ContextFactory, flash_attn: bool, elastic: bool) -> None:
+    context = new_context("g2", flash_attn=flash_attn, elastic=elastic, dge=recall(1, budget=400))
+    full = new_context("g2", flash_attn=flash_attn)
+    tokens = tokens_of(250, 2)
+    prefill_and_arm(context, tokens[:150])
+    full.decode(tokens[:150])
+    assert np.array_equal(decode_each(context, tokens[150:]), decode_each(full, tokens[150:]))
+
+
+def test_a_short_prompt_with_a_long_answer(new_context: ContextFactory) -> None:
+    """Rows stay within the budget however long the answer is; the first cut comes when they exceed it."""
+    context = new_context("g2", n_ctx=1024, flash_attn=True, dge=recall(4))
+    tokens = tokens_of(800, 3)
+    prefill_and_arm(context, tokens[:20])
+    for i, token in enumerate(tokens[20:]):
+        context.decode([token])
+        info = context.info()
+        assert (info["state"] == driver.STATE_CUT) == (i + 20 >= BUDGET + 4)
+        assert info["n_rows"] <= BUDGET + 4 + 1
+    assert context.info()["n_refresh"] == (799 - 44) // 4 and context.pos_max() == 799
+
+
+@pytest.mark.parametrize("pattern", [driver.NAN_F16, driver.LARGE_F16])
+def test_free_cells_are_never_read(new_context: ContextFactory, pattern: int) -> None:
+    results = []
+    for poison in (False, True):
+        context = new_context("g2", flash_attn=True, n_ubatch=50, dge=recall(3, head_budgets="adaptive"))
+        tokens = tokens_of(200, 4)
+        prefill_and_arm(context, tokens[:150])
+        logits = []
+        for token in tokens[150:]:
+            if poison:
+                context.poison(pattern)
+            logits.append(context.decode([token])[0])
+        results.append((np.asarray(logits), as_lists(context.kept())))
+    assert np.isfinite(results[1][0]).all()
+    assert np.array_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("park_rows", [0, 2000])
+def test_restore_gives_back_what_was_before_the_first_cut(new_context: ContextFactory, park_rows: int) -> None:
+    """Rows that were made with an evicted cache do not come back; more than the store has room for is appended."""
+    context = new_context("g2", n_ctx=4096, elastic=True, dge=recall(8))
+    full = new_context("g2", n_ctx=4096)
+    tokens = tokens_of(300 + park_rows, 5)
+    prefill_and_arm(context, tokens[:150])
+    decode_each(context, tokens[150 : 200 + park_rows])
+    assert context.info()["n_parked"] == 151
+    assert context.restore(10**6) == 151
+    full.decode(tokens[:150])
+    decode_each(full, tokens[150:151])
+    assert np.array_equal(context.decode(tokens[151:180]), full.decode(tokens[151:180]))
+
+
+def test_rows_after_a_choice_can_be_removed(zoo: Zoo, new_context: ContextFactory) -> None:
+    """As speculative decoding does: tokens above the last choice are taken back and replaced."""
+    context = new_context("g2", dge=recall(4))
+    reference = Reference(zoo["g2"].weights, "f16", "f16")
+    tokens = tokens_of(300, 6)
+    prefill_and_arm(context, tokens[:150])
+    reference.run(tokens[:150])
+    n, n_before = 150, -1
+    rng = np.random.default_rng(7)
+    for _ in range(40):
+        size = int(rng.integers(1, 6))
+        got = context.decode(tokens[n : n + size])
+        info = context.info()
+        if info["n_rows_before"] != n_before and info["state"] == driver.STATE_CUT:
+            n_before = info["n_rows_before"]
+            reference.mask_all_but(context.kept())
+        for a, b in zip(got, reference.step(tokens[n : n + size])):
+            assert nmse(a, b) < 1e-5
+        keep = n + int(rng.integers(1, size + 1))
+        if n_before >= 0:
+            assert not context.seq_rm(0, n_before - 1, -1)
+        assert context.seq_rm(0, keep, -1)
+        reference.truncate(keep)
+        n = keep
+    assert context.info()["n_refresh"] > 10
+
+
+def test_two_sequences(new_context: ContextFactory) -> None:
+    """Choices of one sequence leave the other alone, in one cache and in two."""
+    for unified in (True, False):
+        kv = {"n_seq_max": 2, "kv_unified": unified, "n_ctx": 1024}
+        alone = new_context("g2", **kv, dge=recall(3))
+        both = new_context("g2", **kv, dge=recall(3))
+        a, b = tokens_of(220, 8), tokens_of(220, 9)
+        prefill_and_arm(alone, a[:128], 0)
+        prefill_and_arm(both, a[:128], 0)
+        both.decode(b[:128], seq=1)
+        want = decode_each(alone, a[128:180], 0)
+        got = []
+        other = [both.decode([b[128]], seq=1)[0]]
+        for i in range(128, 180):
+            got.append(both.decode([a[i]], seq=0)[0])
+            other.append(both.decode([b[i + 1]], seq=1)[0])
+        assert nmse(np.asarray(got), want) < 1e-6
+        untouched = new_context("g2", **kv)
+        untouched.decode(a[:128], seq=0)
+        untouched.decode(b[:128], seq=1)
+        full = decode_each(untouched, b[128:181], 1)
+        assert nmse(np.asarray(other), full) < 1e-6
+        assert both.info(0)["n_refresh"] >= alone.info(0)["n_refresh"] > 10
+        assert both.info(1)["state"] == driver.STATE_FULL
+
+
+def test_a_copied_sequence_is_not_chosen_again(new_context: ContextFactory) -> None:
+    """Cells of two sequences cannot be moved: the rows of the last choice go on until the copy is gone."""
+    context = new_context("g2", n_seq_max=2, dge=recall(3))
+    tokens = tokens_of(300, 10)
+    prefill_and_arm(context, tokens[:150])
+    decode_each(context, tokens[150:160])
+    context.seq_cp(0, 1)
+    n_refresh = context.info()["n_refresh"]
+    with driver.captured_log() as lines:
+        logits = decode_each(context, tokens[160:180])
+    assert np.isfinite(logits).all() and context.info()["n_refresh"] == n_refresh
+    # once for each of the two
+    assert sum("goes on with the rows of its last choice" in line for line in lines) == 2
+    assert context.seq_rm(1, -1, -1)
+    decode_each(context, tokens[180:200])
+    assert context.info()["n_refresh"] > n_refresh and context.info()["n_rows_after"] == BUDGET
+
+
+def test_a_state_holds_no_parked_rows(new_context: ContextFactory) -> None:
+    """It continues with the rows of the last choice, and says that none can come back."""
+    context = new_context("g2", dge=recall(5))
+    tokens = tokens_of(300, 11)
+    prefill_and_arm(context, tokens[:150])
+    decode_each(context, tokens[150:168])
+    assert context.info()["n_rows_before"] == 166 and context.info()["n_refresh"] == 3
+    state = context.state()
+    want = decode_each(context, tokens[168:170])
+    other = new_context("g2", dge=recall(5))
+    assert other.state_load(state) == len(state)
+    assert as_lists(other.kept()) == as_lists(context.kept())
+    assert other.info()["n_parked"] == 0
+    assert np.array_equal(decode_each(other, tokens[168:170]), want)
+    decode_each(other, tokens[170:190])
+    assert other.info()["n_refresh"] == 0 and other.info()["n_rows"] == BUDGET + 190 - 166
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_a_choice_without_memory_changes_nothing(new_context: ContextFactory, n: int) -> None:
+    context = new_context("g2", dge=recall(4))
+    tokens = tokens_of(300, 12)
+    prefill_and_arm(context, tokens[:150])
+    decode_each(context, tokens[150:156])
+    before, info = as_lists(context.kept()), context.info()
+    n_fill = info["n_rows_before"] + 4 - (context.pos_max() + 1)
+    decode_each(context, tokens[156 : 156 + n_fill])
+    with driver.failing_alloc(n), driver.captured_log() as lines:
+        context.decode([tokens[156 + n_fill]])
+    after = context.info()
+    if after["n_refresh"] == info["n_refresh"]:
+        assert after["error"] == driver.ERR_MEMORY and as_lists(context.kept()) == before
+        assert any("goes on with the rows of its last choice" in line for line in lines)
+    else:
+        assert n > 3  # a choice of this model allocates once per layer
+    decode_each(context, tokens[157 + n_fill : 170])
+    assert context.info()["n_refresh"] > info["n_refresh"]
+
+
+def test_abort_in_a_choice(new_context: ContextFactory) -> None:
+    """The callback stops a choice at any of its steps: the old rows go on, and the next decode chooses."""
+    tokens = tokens_of(300, 13)
+
+    def run(abort_at: int) -> tuple[driver.Context, int, int]:
+        context = new_context("g2", dge=recall(4))
+        prefill_and_arm(context, tokens[:150])
+        decode_each(context, tokens[150:155])
+        calls = 0
+
+        def abort() -> bool:
+            nonlocal calls
+            calls += 1
+            return calls == abort_at
+
+        before = as_lists(context.kept())
+        context.set_abort(abort)
+        context.decode([tokens[155]], check=False)
+        if context.rc != 0:  # stopped in the graph of the decode, behind the choice
+            context.set_abort(None)
+            return context, calls, context.rc
+        context.set_abort(None)
+        if context.info()["n_refresh"] == 0:
+            assert context.info()["error"] == driver.ERR_ABORTED and as_lists(context.kept()) == before
+        return context, calls, 0
+
+    _, n_calls, _ = run(-1)
+    n_stopped = 0
+    for abort_at in range(1, n_calls + 1):
+        context, _, rc = run(abort_at)
+        n_stopped += context.info()["n_refresh"] == 0
+        if rc == 0:
+            context.decode([tokens[156]])
+        assert context.info()["n_refresh"] == 1 and context.info()["n_rows_after"] == BUDGET
+        assert context.info()["n_rows_before"] in (155, 156)
+    assert n_stopped >= ZOO["g2"].n_layer
+
+
+@pytest.mark.parametrize("mass", [0.05, 0.9, 1.0])
+def test_auto(new_context: ContextFactory, mass: float) -> None:
+    """It looks every four tokens; a threshold of 1 fires each time, a low one only after 64."""
+    context = new_context("g2", dge=recall(-1, refresh_mass=mass))
+    tokens = tokens_of(400, 14)
+    prefill_and_arm(context, tokens[:150])
+    decode_each(context, tokens[150:351])
+    info = context.info()
+    assert info["state"] == driver.STATE_CUT
+    if mass == 1.0:
+        assert info["n_refresh"] == info["n_checks"] == 49
+    if mass == 0.05:
+        assert info["n_refresh"] == 3 and info["n_checks"] > 40
+    assert info["n_rows"] <= BUDGET + 65
+
+
+def test_auto_measures_the_attention_that_is_held(zoo: Zoo, new_context: ContextFactory) -> None:
+    """The share it acts on is that of the reference: just below it nothing fires, just above it does."""
+    tokens = tokens_of(300, 15)
+    reference = Reference(zoo["one"].weights, "f16", "f16")
+    reference.run(tokens[:150])
+    probe = new_context("one", dge=recall(-1, refresh_mass=1e-6))
+    prefill_and_arm(probe, tokens[:150])
+    decode_each(probe, tokens[150:152])
+    kept = probe.kept()
+    reference.step(tokens[150:151])
+    reference.mask_all_but(kept)
+    for token in tokens[151:155]:
+        reference.step([token])
+    from reference.policies import attention, group_mean
+
+    n = reference.n_tokens
+    rows = group_mean(attention(reference.q[0], reference.k[0], n - 1, n)[:, 0], 2)
+    held = np.mean([rows[h][np.concatenate([kept[0][h], np.arange(151, n)])].sum() for h in range(2)])
+    assert 0.05 < held < 0.99
+    for factor, fires in ((0.99, False), (1.01, True)):
+        context = new_context("one", dge=recall(-1, refresh_mass=float(held) * factor))
+        prefill_and_arm(context, tokens[:150])
+        decode_each(context, tokens[150:156])
+        assert (context.info()["n_refresh"] == 1) == fires, (factor, context.info())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"park": "off", "refresh": 4},
+        {"park": "disk", "park_dir": ".", "refresh": 4},
+        {"park": "ram", "refresh": -2},
+        {"park": "ram", "refresh": -1, "refresh_mass": 0.0},
+        {"park": "ram", "refresh": -1, "refresh_mass": 1.5},
+        {"park": "ram", "refresh": -1, "refresh_mass": float("nan")},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(new_context: ContextFactory, settings: dict[str, Any]) -> None:
+    assert new_context("one").enable(check=False, **settings) == driver.ERR_PARAMS
+
+
+def test_no_refresh_is_dge_as_published(new_context: ContextFactory) -> None:
+    """refresh=0 with parked rows changes nothing in what is attended."""
+    s = Settings(budget=BUDGET, window=WINDOW)
+    tokens = tokens_of(220, 16)
+    results = []
+    for extra in ({}, {"park": "ram"}):
+        context = new_context("g2", dge={**replace(s).as_params(), **extra})
+        prefill_and_arm(context, tokens[:150])
+        results.append((decode_each(context, tokens[150:]), as_lists(context.kept())))
+    assert np.array_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
