@@ -126,6 +126,26 @@ def test_terminal(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.
     assert status == 0 and out.startswith(expected) and "/regenerate" in out
 
 
+def test_progress_leaves_the_answer_alone(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal both go to the same lines."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(chat, "_write", screen.write)
+    monkeypatch.setattr(_conversation, "_SLOW", 0.0)
+    assert run(asks=("Who?",))[0] == 0
+    text = screen.getvalue()
+    assert "prefill 512 of " in text
+    assert "\x1b[K" not in text[text.rindex("\r") + len("\r\x1b[K") :] and "[--max-tokens 12]" in text.split("\r")[-1]
+    assert len(text.split("\x1b[K")[-1].splitlines()[0]) >= 12
+
+
 def test_commands_that_change_the_conversation(run: Callable[..., tuple[int, str, str]]) -> None:
     first, second = run(asks=("Who?", "When?"))[1].splitlines()
     assert run(asks=("Who?", "What?", "/undo", "When?"))[1].splitlines()[2] == second
@@ -184,6 +204,23 @@ def test_interrupted_prefill_is_not_lost(
     n_prompt, n_evaluated = numbers(table["prompt"])
     assert n_evaluated == n_prompt - 512  # the batch that was done is still there
     assert out.splitlines()[0] == run(asks=("Who?",))[1].splitlines()[0]
+
+
+def test_a_failed_regenerate_keeps_the_old_answer(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = _conversation.ChatLlama(str(zoo["g2"].path), dge={"budget": 64}, n_ctx=1024, n_threads=1, verbose=False)
+    talk = _conversation.Conversation(llm, None, max_tokens=8, temp=0.0, seed=1)
+    for _ in range(2):
+        talk.ask("Who?", lambda text: None)
+    before = list(talk._messages)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("llama_decode returned 1")
+
+    monkeypatch.setattr(llm, "generate", fail)
+    with pytest.raises(_conversation.CLIError, match="llama_decode returned 1"):
+        talk.regenerate(lambda text: None)
+    assert talk._messages == before and len(talk) == 2
+    llm.close()
 
 
 def test_context_that_is_full(run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ class Progress:
     def __init__(self, verbose: bool) -> None:
         self._terminal = sys.stderr.isatty()
         self._on = self._terminal or verbose
+        self._shown = False
 
     def line(self, text: str) -> None:
         """Show a line that stays."""
@@ -66,10 +67,13 @@ class Progress:
         """Show a line that the next one replaces."""
         if self._terminal:
             print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = True
 
     def clear(self) -> None:
-        """Remove the line that `update` showed."""
-        self.update("")
+        """Remove the line that `update` showed, and never one of an answer."""
+        if self._shown:
+            self.update("")
+            self._shown = False
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:

@@ -75,7 +75,7 @@ class ChatLlama(Llama):
             step = tokens[i : i + self.n_batch]
             super().eval(step)
             self.turn.n_evaluated += len(step)
-        self.progress.clear()
+        self.progress.clear()  # before the answer begins
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt."""
@@ -140,10 +140,11 @@ class Conversation:
         question = self._last_question()
         before = self._messages[-2:]
         del self._messages[-2:]
+        n = len(self._messages)
         try:
             return self._answer(question, write, temp)
         finally:
-            if len(self._messages) % 2 == 0 and self._messages[-2:-1] != before[:1]:
+            if len(self._messages) == n:
                 self._messages += before  # there is no new answer, so the old one stands
 
     def ask(self, question: str, write: Callable[[str], object]) -> str | None:
