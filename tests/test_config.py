@@ -215,6 +215,8 @@ def test_defaults() -> None:
         "park": "ram",
         "park_dir": None,
         "park_limit": None,
+        "refresh": 0,
+        "refresh_mass": 0.9,
         "elastic": True,
         "strict": True,
     }
@@ -241,7 +243,7 @@ def test_from_another_type(value: Any) -> None:
         DGEConfig.from_any(value)
 
 
-@pytest.mark.parametrize("key", ["Budget", "parks", "refresh", "elastic_", "", 5], ids=repr)
+@pytest.mark.parametrize("key", ["Budget", "parks", "refreshs", "elastic_", "", 5], ids=repr)
 def test_unknown_setting(key: Any) -> None:
     with pytest.raises(TypeError, match="unknown setting") as caught:
         DGEConfig.from_any({key: 1})
@@ -273,3 +275,27 @@ def test_nothing_is_parked_for_turns_that_need_nothing() -> None:
 def test_switches_are_true_or_false(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{field}=.*must be True or False"):
         DGEConfig(**{field: value})
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "often", None], ids=repr)
+def test_refresh_is_tokens_or_auto(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^refresh="):
+        DGEConfig(refresh=value)
+
+
+@pytest.mark.parametrize("value", [0, 1.01, -0.5, float("nan"), True, "0.9"], ids=repr)
+def test_refresh_mass_is_a_share(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^refresh_mass="):
+        DGEConfig(refresh="auto", refresh_mass=value)
+
+
+@pytest.mark.parametrize("park", ["disk", "off"])
+def test_refresh_reads_parked_rows(park: str) -> None:
+    with pytest.raises(ValueError, match=r'needs park="ram"'):
+        DGEConfig(refresh=4, park=park)
+    assert DGEConfig(refresh=4, new_turn="append").parks == "ram"
+
+
+def test_refresh_has_scores_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r'^scores="both": with refresh=4'):
+        DGEConfig(refresh=4, scores="both")

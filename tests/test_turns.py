@@ -322,3 +322,59 @@ def test_lora_switched_between_turns(new_llm: LlamaFactory, zoo: Zoo, tmp_path: 
     assert sizes[0] == len(prompt) and llm.dge_stats.rows_restored == 0
     assert got == greedy(new_llm(SETTINGS, lora_path=str(path)), prompt, 20)
     assert got != greedy(new_llm(SETTINGS), prompt, 20)
+
+
+def test_settings_can_be_changed(new_llm: LlamaFactory) -> None:
+    """Every prompt is cut by the settings of its time; what is in the cache is reused as far as it goes."""
+    llm = new_llm(SETTINGS)
+    other = {"budget": 48, "policy": "streamingllm", "draft_tokens": 1}
+    want, want_other, want_full = (greedy(new_llm(dge), PROMPT, 20) for dge in (SETTINGS, other, None))
+    assert want != want_other != want_full
+    for _ in range(2):
+        assert greedy(llm, PROMPT, 20) == want and llm.dge_stats.budget == BUDGET
+        llm.set_dge(other)
+        assert greedy(llm, PROMPT, 20) == want_other and llm.dge_stats.budget == 48
+        llm.set_dge(None)
+        assert llm.dge_stats is None and not llm.dge_enabled
+        assert greedy(llm, PROMPT, 20) == want_full
+        llm.set_dge(SETTINGS)
+    with pytest.raises(ValueError, match="budget"):
+        llm.set_dge({"budget": 0})
+    assert llm.dge_config.budget == BUDGET and greedy(llm, PROMPT, 20) == want
+
+
+def test_settings_change_in_the_middle_of_a_chat(new_llm: LlamaFactory) -> None:
+    llm = new_llm(SETTINGS)
+    prompt = [*PROMPT, *greedy(llm, PROMPT, 25), *tokens_of(20, 11)]
+    llm.set_dge({**SETTINGS, "refresh": 4})
+    sizes = evaluated(llm)
+    got = greedy(llm, prompt, 30)
+    assert sizes[0] < 60 and llm.dge_stats.rows_restored == 150 + DRAFT - 1 and llm.dge_stats.n_refresh > 4
+    _, want = never_cut(new_llm, {**SETTINGS, "refresh": 4}, prompt[: len(prompt) - sizes[0]], prompt, 30)
+    assert got == want
+
+
+def test_recall_through_generate(new_llm: LlamaFactory) -> None:
+    """Rows stay within the budget; stop strings, streaming and later turns work as always."""
+    dge = {"budget": BUDGET, "window": 8, "refresh": 4}
+    llm = new_llm(dge)
+    answer = greedy(llm, PROMPT, 100)
+    stats = llm.dge_stats
+    assert stats.n_refresh == (249 - 1 - 151) // 4 and stats.rows <= BUDGET + 4 and stats.rows_moved > 0
+    assert stats.rows_parked == 151 and stats.seconds_refresh > 0 and stats.error is None
+    assert llm.dge_kept(0, 0)[-1] == stats.boundary > 240
+    prompt = [*PROMPT, *answer, *tokens_of(20, 11)]
+    sizes = evaluated(llm)
+    got = greedy(llm, prompt, 30)
+    _, want = never_cut(new_llm, dge, prompt[: len(prompt) - sizes[0]], prompt, 30)
+    assert got == want
+    pieces = [
+        c["choices"][0]["text"] for c in llm.create_completion(PROMPT, max_tokens=60, temperature=0.0, stream=True)
+    ]
+    assert (
+        "".join(pieces) == new_llm(dge).create_completion(PROMPT, max_tokens=60, temperature=0.0)["choices"][0]["text"]
+    )
+
+
+def test_recall_with_everything_kept_is_the_full_cache(new_llm: LlamaFactory) -> None:
+    assert greedy(new_llm({"budget": 500, "refresh": 1}), PROMPT, 80) == greedy(new_llm(), PROMPT, 80)

@@ -138,6 +138,7 @@ _default_params = _bind("llama_dge_default_params", _Params)
 _status_str = _bind("llama_dge_status_str", ctypes.c_char_p, ctypes.c_int32)
 _supported = _bind("llama_dge_supported", ctypes.c_int32, _CTX, ctypes.c_char_p, ctypes.c_size_t)
 _enable = _bind("llama_dge_enable", ctypes.c_int32, _CTX, ctypes.POINTER(_Params))
+_disable = _bind("llama_dge_disable", ctypes.c_int32, _CTX)
 _seq_arm = _bind("llama_dge_seq_arm", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32)
 _seq_disarm = _bind("llama_dge_seq_disarm", ctypes.c_int32, _CTX, _SEQ)
 _seq_cut = _bind("llama_dge_seq_cut", ctypes.c_int32, _CTX, _SEQ)
@@ -268,6 +269,11 @@ def enable(ctx: int, config: DGEConfig) -> Any:
     params.refresh_mass = config.refresh_mass
     _check("enabling eviction", _enable(ctx, ctypes.byref(params)))
     return callback
+
+
+def disable(ctx: int) -> None:
+    """Switch eviction off; no sequence may be cut. Raises DGEError."""
+    _check("switching eviction off", _disable(ctx))
 
 
 def seq_arm(ctx: int, seq: int, n_prompt: int) -> int:

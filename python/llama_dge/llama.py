@@ -131,6 +131,35 @@ class Llama(llama_cpp.Llama):
             self._dge_warned.add(kind)
             warnings.warn(f"llama_dge: {text}", RuntimeWarning, stacklevel=3)
 
+    def set_dge(self, dge: bool | Mapping[str, Any] | DGEConfig | None) -> None:
+        """Change the settings for the prompts to come.
+
+        A prompt that was cut already stays as it is. `elastic` is decided by the constructor.
+
+        Parameters
+        ----------
+        dge
+            As the constructor's. None or False turns eviction off, which empties a cache that was cut.
+
+        Raises
+        ------
+        TypeError, ValueError, DGEError
+            As the constructor; the old settings stay in force then.
+        """
+        config = DGEConfig.from_any(dge)
+        if config is not None and self.context_params.embeddings:
+            raise ValueError("dge and embedding=True exclude each other: embeddings leave no cache to cut")
+        with self._dge_turns.call():
+            if config is not None:
+                self._dge_enable(config)
+            elif self._dge_on:
+                if self.n_tokens > 0 and _native.seq_stats(self.ctx, _SEQ).state == "cut":
+                    self._dge_clear()
+                _native.disable(self.ctx)
+                self._dge_on = False
+                self._dge_callback = None
+            self.dge_config = config
+
     # what users read
 
     @property
