@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -44,8 +45,6 @@ def snapshot(llm: Llama) -> dict[str, int]:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run one arm in this process. Returns its figures; raises BenchError."""
-    rng = random.Random(1)
-    tokens = [rng.randrange(100, 40000) for _ in range(args.context)]
     llm = Llama(
         args.model,
         dge={"budget": args.budget, "draft_tokens": args.draft_tokens, "park": args.arm},
@@ -55,6 +54,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         flash_attn=args.flash_attn,
         verbose=False,
     )
+    rng = random.Random(1)
+    tokens = [rng.randrange(100, min(llm.n_vocab(), 40000)) for _ in range(args.context)]
     figures: dict[str, Any] = {"park": args.arm, "loaded": snapshot(llm)}
     start = time.perf_counter()
     generator = llm.generate(tokens, temp=0.0)
@@ -126,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(args)))
         return 0
 
-    args.model = model_file(args.model)
+    args.model = os.path.abspath(model_file(args.model))
     settings = {name: getattr(args, name) for name in ("context", "budget", "draft_tokens", "threads", "flash_attn")}
     passed = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if name != "flash_attn"]
     passed += ["--flash-attn"] if args.flash_attn else []
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for park in args.park or PARKS:
         start = time.monotonic()
         command = [sys.executable, "-m", "bench.memory", args.model, *passed, f"--arm={park}"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
         arms.append(json.loads(done.stdout))
         arms[-1]["ratios"] = verdict(arms[-1])
         say(f"park {park}: {time.monotonic() - start:.0f} s")
