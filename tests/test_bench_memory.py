@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench import memory  # noqa: E402
+from bench import memory
 
 if TYPE_CHECKING:
     from conftest import Zoo
