@@ -17,6 +17,8 @@ static constexpr int32_t LLAMA_DGE_AUTO_STEP   = 4;
 static constexpr int32_t LLAMA_DGE_AUTO_MAX    = 64;
 static constexpr size_t  LLAMA_DGE_AUTO_LAYERS = 4; // looked at, spread over the model
 
+static constexpr int32_t LLAMA_DGE_KEYS_PAD = 16;
+
 struct llama_dge_scorer {
     ggml_backend_ptr backend;
     ggml_gallocr_ptr galloc;
@@ -136,7 +138,7 @@ int32_t llama_dge::park_append(llama_seq_id seq_id, const std::vector<uint32_t> 
     }
 
     for (auto & layer : parked.layers) {
-        if ((size_t) n_rows > layer.n_cap &&
+        if ((size_t) GGML_PAD(n_rows, LLAMA_DGE_KEYS_PAD) > layer.n_cap &&
                 !parked.alloc(layer, n_rows + n_rows / 4 + LLAMA_DGE_PARK_SPARE, parked.n_rows)) {
             return LLAMA_DGE_ERR_MEMORY;
         }
@@ -165,7 +167,13 @@ int32_t llama_dge::score_parked(
     const int64_t n_head      = hparams.n_head(layer.il);
     const int64_t n_head_kv   = hparams.n_head_kv(layer.il);
     const int64_t n_group     = n_head / n_head_kv;
-    const int64_t n_keys      = parked.n_rows;
+    const int64_t n_rows      = parked.n_rows;
+
+    // the fast product of the CPU takes multiples of 16 keys: zeroes fill up, and the mask hides them
+    const int64_t n_keys = GGML_PAD(n_rows, LLAMA_DGE_KEYS_PAD);
+
+    GGML_ASSERT((size_t) n_keys <= rows.n_cap);
+    memset(rows.k.get() + n_rows * rows.size_k, 0, (n_keys - n_rows) * rows.size_k);
 
     // queries of a group next to each other, so that a key is read once for all; sinks belong to single heads
     const int64_t n_col   = layer.sinks ? n_q : n_q * n_group;
@@ -190,7 +198,7 @@ int32_t llama_dge::score_parked(
 
     for (int64_t i = 0; i < n_col; ++i) {
         float * end = scorer->mask.data() + (i + 1) * n_keys;
-        std::fill(end - (n_q - 1 - i % n_q), end, -INFINITY);
+        std::fill(end - (n_keys - n_rows) - (n_q - 1 - i % n_q), end, -INFINITY);
     }
 
     ggml_context_ptr ctx(ggml_init({ scorer->meta.size(), scorer->meta.data(), true }));
@@ -237,21 +245,21 @@ int32_t llama_dge::score_parked(
         return status == GGML_STATUS_ABORTED ? LLAMA_DGE_ERR_ABORTED : LLAMA_DGE_ERR_COMPUTE;
     }
 
-    scores.assign((size_t) n_head_kv * n_keys, 0.0f);
+    scores.assign((size_t) n_head_kv * n_rows, 0.0f);
 
     const float   weight = 1.0f / (n_q * n_group);
     const int64_t n_cols = n_q * n_group;
 
     for (int64_t h = 0; h < n_head_kv; ++h) {
-        float *       sum   = scores.data() + h * n_keys;
+        float *       sum   = scores.data() + h * n_rows;
         const float * probs = (const float *) kq->data + h * n_cols * n_keys;
 
         for (int64_t i = 0; i < n_cols; ++i) {
-            for (int64_t j = 0; j < n_keys; ++j) {
+            for (int64_t j = 0; j < n_rows; ++j) {
                 sum[j] += probs[i * n_keys + j];
             }
         }
-        for (int64_t j = 0; j < n_keys; ++j) {
+        for (int64_t j = 0; j < n_rows; ++j) {
             sum[j] *= weight;
         }
     }
