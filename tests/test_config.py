@@ -217,6 +217,7 @@ def test_defaults() -> None:
         "park_limit": None,
         "refresh": 0,
         "refresh_mass": 0.9,
+        "refresh_overlap": False,
         "elastic": True,
         "strict": True,
     }
@@ -270,7 +271,7 @@ def test_nothing_is_parked_for_turns_that_need_nothing() -> None:
     assert DGEConfig(new_turn="reprefill").parks == "off"
 
 
-@pytest.mark.parametrize("field", ["elastic", "strict"])
+@pytest.mark.parametrize("field", ["elastic", "refresh_overlap", "strict"])
 @pytest.mark.parametrize("value", [1, 0, None, "yes"], ids=repr)
 def test_switches_are_true_or_false(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{field}=.*must be True or False"):

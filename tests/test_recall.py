@@ -395,3 +395,120 @@ def test_no_refresh_is_dge_as_published(new_context: ContextFactory) -> None:
         prefill_and_arm(context, tokens[:150])
         results.append((decode_each(context, tokens[150:]), as_lists(context.kept())))
     assert np.array_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize(
+    "model, flash_attn, elastic, head_budgets",
+    [
+        ("g1", True, False, "uniform"),
+        ("g2", False, True, "adaptive"),
+        ("g8", True, True, "uniform"),
+    ],
+)
+def test_overlap_is_one_choice_late(
+    zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool, elastic: bool, head_budgets: str
+) -> None:
+    """A thread chooses from what was there at the choice before; every step still equals the masked cache."""
+    refresh = 5
+    dge = recall(refresh, refresh_overlap=True, head_budgets=head_budgets)
+    context = new_context(model, flash_attn=flash_attn, elastic=elastic, dge=dge)
+    reference = Reference(zoo[model].weights, "f16", "f16", flash_attn)
+    tokens = tokens_of(230, 20)
+    prefill_and_arm(context, tokens[:150])
+    reference.run(tokens[:150])
+    s = Settings(scores="policy", budget=BUDGET, window=WINDOW)
+    n_refresh, is_cut, gaps, errors = 0, False, [], []
+    for token in tokens[150:]:
+        got = context.decode([token])[0]
+        info = context.info()
+        if info["n_refresh"] != n_refresh or (info["state"] == driver.STATE_CUT and not is_cut):
+            is_cut = True
+            kept = context.kept()
+            if info["n_refresh"] != n_refresh:
+                assert info["n_refresh"] == n_refresh + 1
+                chosen_at = reference.n_tokens - refresh
+                for q, k, heads in zip(reference.q, reference.k, kept):
+                    for row, positions in zip(past_scores(q[:chosen_at], k[:chosen_at], chosen_at, s), heads):
+                        if head_budgets == "uniform":
+                            gaps.append(disagreement(row, positions, BUDGET - WINDOW))
+                        # all that came since is there
+                        assert set(range(chosen_at - WINDOW, reference.n_tokens)) <= set(positions.tolist())
+            n_refresh = info["n_refresh"]
+            reference.mask_all_but(kept)
+        errors.append(nmse(got, reference.step([token])[0]))
+        if info["state"] == driver.STATE_CUT and head_budgets == "uniform":
+            assert info["n_rows"] <= BUDGET + 2 * refresh + 1
+    largest, median = nmse_bounds("f16", "f16", flash_attn, ZOO[model].n_layer)
+    assert max(errors) < largest and np.median(errors) < median
+    assert n_refresh == (229 - 151) // refresh - 1
+    assert not gaps or (max(gaps) < 2e-2 and np.mean(np.asarray(gaps) == 0.0) > 0.8)
+
+
+@pytest.mark.parametrize("what", ["clear", "seq_rm", "restore", "enable", "disable", "free", "state", "tail"])
+def test_whatever_ends_a_choice_that_a_thread_makes(new_context: ContextFactory, what: str) -> None:
+    """No thread reads rows that are gone; what comes next is as in a fresh context."""
+    tokens = tokens_of(300, 21)
+    dge = recall(3, refresh_overlap=True)
+    context = new_context("g2", n_ctx=1024, dge=dge)
+    state = context.state()
+    for n in range(6):
+        prefill_and_arm(context, tokens[:150])
+        decode_each(context, tokens[150 : 155 + n])
+        assert context.info()["state"] == driver.STATE_CUT
+        if what == "clear":
+            context.clear(False)
+        elif what == "seq_rm":
+            assert context.seq_rm(0, -1, -1)
+        elif what == "restore":
+            assert context.restore(1000) == 151 and context.seq_rm(0, -1, -1)
+        elif what == "enable":
+            context.enable(**dge)
+            context.clear(False)
+        elif what == "disable":
+            context.clear(False)
+            assert context.disable() == driver.OK
+            context.enable(**dge)
+        elif what == "free":
+            context.close()
+            context = new_context("g2", n_ctx=1024, dge=dge)
+        elif what == "state":
+            assert context.state_load(state) == len(state)
+        elif what == "tail":
+            last = context.pos_max()
+            assert context.seq_rm(0, last, -1)
+            decode_each(context, tokens[200:212])
+            context.clear(False)
+    fresh = new_context("g2", n_ctx=1024, dge=dge)
+    for each in (context, fresh):
+        prefill_and_arm(each, tokens[:150])
+    assert np.array_equal(decode_each(context, tokens[150:190]), decode_each(fresh, tokens[150:190]))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("refresh", [1, 3, -1])
+def test_rows_that_are_taken_back_after_they_were_parked(
+    zoo: Zoo, new_context: ContextFactory, refresh: int, overlap: bool
+) -> None:
+    """A look, or a thread, has parked rows that are then removed and replaced by others: the others count."""
+    context = new_context("g2", dge=recall(refresh, refresh_overlap=overlap, refresh_mass=0.5))
+    reference = Reference(zoo["g2"].weights, "f16", "f16")
+    tokens = tokens_of(600, 22)
+    prefill_and_arm(context, tokens[:150])
+    reference.run(tokens[:150])
+    n, seen, rng = 150, (-1, -1), np.random.default_rng(1)
+    for turn in range(60):
+        size = int(rng.integers(1, 5))
+        part = tokens[n + turn : n + turn + size]
+        got = context.decode(part)
+        info = context.info()
+        now = (info["n_rows_before"], info["n_refresh"])
+        if info["state"] == driver.STATE_CUT and now != seen:
+            seen = now
+            reference.mask_all_but(context.kept())
+        for a, b in zip(got, reference.step(part)):
+            assert nmse(a, b) < 1e-5
+        keep = max(n + int(rng.integers(0, size + 1)), info["boundary"] + 1, 150)
+        assert context.seq_rm(0, keep, -1)
+        reference.truncate(keep)
+        n = keep
+    assert context.info()["n_refresh"] >= (1 if refresh < 0 else 10)

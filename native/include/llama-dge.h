@@ -40,7 +40,7 @@ extern "C" {
 #endif
 
 // changes with every change of a signature or a struct in this file
-#define LLAMA_DGE_ABI_VERSION 4
+#define LLAMA_DGE_ABI_VERSION 5
 
 // return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
 enum llama_dge_status {
@@ -147,6 +147,10 @@ struct llama_dge_params {
     int32_t refresh;
     float   refresh_mass; // REFRESH_AUTO: choose again when the rows at hold less than this share of the last query's
                           // attention, in (0, 1]
+
+    // A thread makes the choice while decoding goes on with the rows of the one before: what synchronous choices would
+    // do, one choice late. Not with POLICY_CUSTOM.
+    bool refresh_overlap;
 };
 
 #define LLAMA_DGE_REFRESH_AUTO (-1)

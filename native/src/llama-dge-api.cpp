@@ -32,6 +32,8 @@ struct llama_dge_params llama_dge_default_params(void) {
     res.refresh       = 0;
     res.refresh_mass  = 0.9f;
 
+    res.refresh_overlap = false;
+
     return res;
 }
 
@@ -112,6 +114,7 @@ static bool llama_dge_params_ok(const llama_dge_params & p) {
 
     // a choice reads all parked keys
     if (!in(p.refresh, LLAMA_DGE_REFRESH_AUTO, n_max) || (p.refresh != 0 && p.park != LLAMA_DGE_PARK_RAM) ||
+            (p.refresh_overlap && p.policy == LLAMA_DGE_POLICY_CUSTOM) ||
             (p.refresh == LLAMA_DGE_REFRESH_AUTO && !(p.refresh_mass > 0.0f && p.refresh_mass <= 1.0f))) {
         return false;
     }

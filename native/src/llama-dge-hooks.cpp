@@ -78,6 +78,7 @@ bool llama_dge_on_seq_rm(llama_dge * dge, llama_seq_id seq_id, llama_pos p0, lla
         }
         if (p0 < p1) {
             dge->capture_drop(s, p0);
+            dge->park_truncate(s, p0);
 
             const auto & seq = dge->seqs[s];
             if (seq.state == LLAMA_DGE_STATE_ARMED && p0 < seq.n_prompt) {

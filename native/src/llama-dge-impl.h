@@ -20,14 +20,19 @@ uint64_t llama_dge_hash(uint64_t hash, const void * data, size_t size);
 // fault injection, see llama_dge_debug_fail_alloc()
 bool llama_dge_alloc_fails();
 
-// a CPU backend of our own
+// a choice among the parked rows, made here or by a thread
+struct llama_dge_choice;
+
 struct llama_dge_scorer;
 
-struct llama_dge_scorer_deleter {
-    void operator()(llama_dge_scorer * scorer) const;
+// the fast product of the CPU takes keys in such multiples
+static constexpr int32_t LLAMA_DGE_KEYS_PAD = 16;
+
+struct llama_dge_choice_deleter {
+    void operator()(llama_dge_choice * choice) const;
 };
 
-using llama_dge_scorer_ptr = std::unique_ptr<llama_dge_scorer, llama_dge_scorer_deleter>;
+using llama_dge_choice_ptr = std::unique_ptr<llama_dge_choice, llama_dge_choice_deleter>;
 
 // rows that the parked ones may grow by before they move to more memory
 static constexpr size_t LLAMA_DGE_PARK_SPARE = 1024;
@@ -113,6 +118,7 @@ struct llama_dge {
     using bufs_t = std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>>;
 
     llama_dge(llama_kv_cache & kv, uint32_t n_seq);
+    ~llama_dge();
 
     // sliding-window layers beside the cache that can be cut, nullptr if there are none
     static llama_kv_cache * get_swa(const llama_context & lctx);
@@ -308,22 +314,28 @@ struct llama_dge {
     // rows that were decoded since the latest choice join the parked ones
     int32_t park_append(llama_seq_id seq_id, const std::vector<uint32_t> & tail);
 
-    // attention of the last n_q queries to all parked rows of a layer, mean over these and the group: [n_head_kv][n_rows]
-    int32_t score_parked(
-            llama_context & lctx, size_t ikv, llama_seq_id seq_id, int32_t n_q, std::vector<float> & scores);
+    // a choice that begins with the last queries and all parked rows of the sequence
+    llama_dge_choice_ptr new_choice(llama_context & lctx, llama_seq_id seq_id, int32_t n_rows);
+
+    // its memory serves the next one
+    void end_choice(llama_dge_choice_ptr choice);
 
     // share of the last query's attention that the rows in the cache hold, estimated in a few layers
-    int32_t held_mass(llama_context & lctx, llama_seq_id seq_id, float & mass);
+    int32_t held_mass(llama_dge_choice & choice, llama_seq_id seq_id, float & mass) const;
 
     // what is put where: all or nothing
     int32_t place(llama_seq_id seq_id, std::vector<uint32_t> & slots, const std::vector<uint32_t> & tail,
             const llama_dge_kept & chosen, int32_t n_past);
 
-    // threads and abort callback as the context has them
-    void scorer_begin(const llama_context & lctx);
-
     // what a choice among n_prompt rows starts from, scores to come
     void select_input(int32_t n_prompt, int32_t budget, llama_dge_select_input & input) const;
+
+    // the choice takes effect
+    int32_t take(llama_dge_choice & choice, llama_seq_id seq_id, std::vector<uint32_t> & slots,
+            const std::vector<uint32_t> & tail);
+
+    // rows from p0 on are removed from the sequence
+    void park_truncate(llama_seq_id seq_id, llama_pos p0);
 
     // one choice; NOTHING_TO_CUT where none was needed
     int32_t refresh(llama_context & lctx, llama_seq_id seq_id);
@@ -387,8 +399,8 @@ struct llama_dge {
 
     llama_dge_adapters adapters; // of the last decode
 
-    // the parked rows are scored by the CPU
-    llama_dge_scorer_ptr scorer;
+    std::vector<llama_dge_choice_ptr>              choices; // [n_seq] those of threads
+    std::vector<std::unique_ptr<llama_dge_scorer>> scorers; // not in use
 
     std::string park_dir; // copy of llama_dge_params.park_dir
 

@@ -1,3 +1,4 @@
+#include "llama-dge-choice.h"
 #include "llama-dge-graph.h"
 
 #include "llama-context.h"
@@ -17,36 +18,11 @@ static constexpr int32_t LLAMA_DGE_AUTO_STEP   = 4;
 static constexpr int32_t LLAMA_DGE_AUTO_MAX    = 64;
 static constexpr size_t  LLAMA_DGE_AUTO_LAYERS = 4; // looked at, spread over the model
 
-static constexpr int32_t LLAMA_DGE_KEYS_PAD = 16;
-
-struct llama_dge_scorer {
-    ggml_backend_ptr backend;
-    ggml_gallocr_ptr galloc;
-
-    std::vector<uint8_t> meta; // of the graph
-
-    std::vector<float> q;
-    std::vector<float> mask;
-    std::vector<float> row;
-};
-
-void llama_dge_scorer_deleter::operator()(llama_dge_scorer * scorer) const {
-    delete scorer;
+void llama_dge_choice_deleter::operator()(llama_dge_choice * choice) const {
+    delete choice;
 }
 
-static llama_dge_scorer_ptr llama_dge_new_scorer() {
-    llama_dge_scorer_ptr res(new llama_dge_scorer);
-
-    res->backend.reset(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
-    if (!res->backend) {
-        return nullptr;
-    }
-
-    res->galloc.reset(ggml_gallocr_new(ggml_backend_get_default_buffer_type(res->backend.get())));
-    res->meta.resize(16 * ggml_tensor_overhead() + ggml_graph_overhead());
-
-    return res;
-}
+llama_dge::~llama_dge() = default; // here, where a choice is known
 
 //
 // when
@@ -155,119 +131,108 @@ int32_t llama_dge::park_append(llama_seq_id seq_id, const std::vector<uint32_t> 
     return LLAMA_DGE_OK;
 }
 
-int32_t llama_dge::score_parked(
-        llama_context & lctx, size_t ikv, llama_seq_id seq_id, int32_t n_q, std::vector<float> & scores) {
-    const auto & layer   = layers[ikv];
+llama_dge_choice_ptr llama_dge::new_choice(llama_context & lctx, llama_seq_id seq_id, int32_t n_rows) {
+    const auto & seq     = seqs[seq_id];
     const auto & hparams = kv.hparams;
-    const auto & cparams = lctx.get_cparams();
-    const auto & parked  = *seqs[seq_id].parked;
-    const auto & rows    = parked.layers[ikv];
 
-    const int64_t n_embd_head = hparams.n_embd_head_k(layer.il);
-    const int64_t n_head      = hparams.n_head(layer.il);
-    const int64_t n_head_kv   = hparams.n_head_kv(layer.il);
-    const int64_t n_group     = n_head / n_head_kv;
-    const int64_t n_rows      = parked.n_rows;
+    llama_dge_choice_ptr res(new llama_dge_choice(hparams));
 
-    // the fast product of the CPU takes multiples of 16 keys: zeroes fill up, and the mask hides them
-    const int64_t n_keys = GGML_PAD(n_rows, LLAMA_DGE_KEYS_PAD);
+    res->parked     = seq.parked;
+    res->n_rows     = n_rows;
+    res->n_q        = params.window;
+    res->flash_attn = lctx.get_cparams().flash_attn;
 
-    GGML_ASSERT((size_t) n_keys <= rows.n_cap);
-    memset(rows.k.get() + n_rows * rows.size_k, 0, (n_keys - n_rows) * rows.size_k);
+    select_input(n_rows, resolve_budget(seq.n_prompt), res->input);
 
-    // queries of a group next to each other, so that a key is read once for all; sinks belong to single heads
-    const int64_t n_col   = layer.sinks ? n_q : n_q * n_group;
-    const int64_t n_outer = layer.sinks ? n_head : n_head_kv;
+    if (!llama_dge_get_policy(params.policy)->needs_scores) {
+        return res;
+    }
 
-    scorer->q.resize(n_embd_head * n_head * n_q);
-    scorer->row.resize(n_embd_head * n_head);
+    if (!captured(seq_id, n_rows - params.window, n_rows)) {
+        res->status = LLAMA_DGE_ERR_QUERIES;
+        return res;
+    }
 
-    for (int64_t i = 0; i < n_q; ++i) {
-        const llama_pos pos = parked.n_rows - n_q + i;
-
-        ggml_backend_tensor_get(layer.ring, scorer->row.data(),
-                ((size_t) seq_id * n_ring + pos % n_ring) * layer.ring->nb[1], scorer->row.size() * sizeof(float));
-
-        for (int64_t h = 0; h < n_head; ++h) {
-            memcpy(scorer->q.data() + (h * n_q + i) * n_embd_head, scorer->row.data() + h * n_embd_head,
-                    n_embd_head * sizeof(float));
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (!layers[i].seen || layers[i].has_bias) {
+            res->status = LLAMA_DGE_ERR_UNSUPPORTED;
+            return res;
         }
-    }
 
-    scorer->mask.assign(n_keys * n_col, 0.0f);
+        auto & layer = res->layers.emplace_back();
 
-    for (int64_t i = 0; i < n_col; ++i) {
-        float * end = scorer->mask.data() + (i + 1) * n_keys;
-        std::fill(end - (n_keys - n_rows) - (n_q - 1 - i % n_q), end, -INFINITY);
-    }
+        layer.il          = layers[i].il;
+        layer.n_embd_head = hparams.n_embd_head_k(layer.il);
+        layer.n_head      = hparams.n_head(layer.il);
+        layer.n_head_kv   = hparams.n_head_kv(layer.il);
+        layer.type_k      = kv.layers[i].k->type;
+        layer.kq_scale    = layers[i].kq_scale;
 
-    ggml_context_ptr ctx(ggml_init({ scorer->meta.size(), scorer->meta.data(), true }));
+        layer.q.resize(layer.n_head * res->n_q * layer.n_embd_head);
 
-    const size_t size_head = ggml_row_size(kv.layers[ikv].k->type, n_embd_head);
+        std::vector<float> row(layer.n_head * layer.n_embd_head);
 
-    ggml_tensor * k_all = ggml_new_tensor_2d(ctx.get(), kv.layers[ikv].k->type, n_embd_head * n_head_kv, n_keys);
-    ggml_tensor * q     = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, n_embd_head, n_col, n_outer);
-    ggml_tensor * mask  = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F32, n_keys, n_col);
+        for (int64_t j = 0; j < res->n_q; ++j) {
+            const llama_pos pos = n_rows - res->n_q + j;
 
-    // memory that is there already
-    k_all->data = rows.k.get();
-    q->data     = scorer->q.data();
-    mask->data  = scorer->mask.data();
+            ggml_backend_tensor_get(layers[i].ring, row.data(),
+                    ((size_t) seq_id * n_ring + pos % n_ring) * layers[i].ring->nb[1], row.size() * sizeof(float));
 
-    ggml_tensor * k = ggml_view_3d(ctx.get(), k_all, n_embd_head, n_keys, n_head_kv, k_all->nb[1], size_head, 0);
-
-    ggml_tensor * kq = ggml_mul_mat(ctx.get(), k, q); // [n_keys, n_col, n_outer]
-    ggml_prec_set_acc(kq, GGML_PREC_F32);
-
-    llama_dge_layer    on_host = layer;
-    std::vector<float> sinks;
-    if (layer.sinks) {
-        sinks.resize(ggml_nelements(layer.sinks));
-        ggml_backend_tensor_get(layer.sinks, sinks.data(), 0, ggml_nbytes(layer.sinks));
-
-        on_host.sinks       = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, sinks.size());
-        on_host.sinks->data = sinks.data();
-    }
-
-    kq = llama_dge_build_probs(ctx.get(), hparams, on_host, cparams.flash_attn, kq, mask, 0);
-
-    ggml_set_output(kq);
-
-    auto * gf = ggml_new_graph(ctx.get());
-    ggml_build_forward_expand(gf, kq);
-
-    if (llama_dge_alloc_fails() || !ggml_gallocr_alloc_graph(scorer->galloc.get(), gf)) {
-        return LLAMA_DGE_ERR_MEMORY;
-    }
-
-    const auto status = ggml_backend_graph_compute(scorer->backend.get(), gf);
-    if (status != GGML_STATUS_SUCCESS) {
-        return status == GGML_STATUS_ABORTED ? LLAMA_DGE_ERR_ABORTED : LLAMA_DGE_ERR_COMPUTE;
-    }
-
-    scores.assign((size_t) n_head_kv * n_rows, 0.0f);
-
-    const float   weight = 1.0f / (n_q * n_group);
-    const int64_t n_cols = n_q * n_group;
-
-    for (int64_t h = 0; h < n_head_kv; ++h) {
-        float *       sum   = scores.data() + h * n_rows;
-        const float * probs = (const float *) kq->data + h * n_cols * n_keys;
-
-        for (int64_t i = 0; i < n_cols; ++i) {
-            for (int64_t j = 0; j < n_rows; ++j) {
-                sum[j] += probs[i * n_keys + j];
+            for (int64_t h = 0; h < layer.n_head; ++h) {
+                memcpy(layer.q.data() + (h * res->n_q + j) * layer.n_embd_head, row.data() + h * layer.n_embd_head,
+                        layer.n_embd_head * sizeof(float));
             }
         }
-        for (int64_t j = 0; j < n_rows; ++j) {
-            sum[j] *= weight;
+
+        if (layers[i].sinks) {
+            layer.sinks.resize(ggml_nelements(layers[i].sinks));
+            ggml_backend_tensor_get(layers[i].sinks, layer.sinks.data(), 0, ggml_nbytes(layers[i].sinks));
         }
     }
 
-    return LLAMA_DGE_OK;
+    if (!scorers.empty()) {
+        res->scorer = std::move(scorers.back());
+        scorers.pop_back();
+    } else {
+        res->scorer = llama_dge_new_scorer();
+    }
+
+    if (!res->scorer) {
+        res->status = LLAMA_DGE_ERR_MEMORY;
+        return res;
+    }
+
+    auto * backend = res->scorer->backend.get();
+    auto * reg     = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+
+    const auto set_n_threads =
+            (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    const auto set_abort = (ggml_backend_set_abort_callback_t) ggml_backend_reg_get_proc_address(
+            reg, "ggml_backend_set_abort_callback");
+
+    if (set_n_threads) {
+        set_n_threads(backend, lctx.n_threads());
+    }
+    if (set_abort) {
+        // the user's callback is not called from a thread that the user does not know of
+        if (params.refresh_overlap) {
+            set_abort(backend, [](void * data) { return ((std::atomic<bool> *) data)->load(); }, &res->cancel);
+        } else {
+            set_abort(backend, lctx.abort_callback, lctx.abort_callback_data);
+        }
+    }
+
+    return res;
 }
 
-int32_t llama_dge::held_mass(llama_context & lctx, llama_seq_id seq_id, float & mass) {
+void llama_dge::end_choice(llama_dge_choice_ptr choice) {
+    if (choice && choice->scorer) {
+        choice->wait();
+        scorers.push_back(std::move(choice->scorer));
+    }
+}
+
+int32_t llama_dge::held_mass(llama_dge_choice & choice, llama_seq_id seq_id, float & mass) const {
     const auto & seq = seqs[seq_id];
 
     const size_t n_step = std::max<size_t>(1, layers.size() / LLAMA_DGE_AUTO_LAYERS);
@@ -279,12 +244,12 @@ int32_t llama_dge::held_mass(llama_context & lctx, llama_seq_id seq_id, float & 
 
     // the last layers of equal parts of the model
     for (size_t i = n_step - 1; i < layers.size(); i += n_step) {
-        const int32_t status = score_parked(lctx, i, seq_id, 1, scores);
+        const int32_t status = choice.score(i, 1, scores);
         if (status != LLAMA_DGE_OK) {
             return status;
         }
 
-        const size_t n_keys = seq.parked->n_rows;
+        const size_t n_keys = choice.n_rows;
 
         for (size_t ih = 0; ih < seq.kept[i].size(); ++ih) {
             const float * row = scores.data() + ih * n_keys;
@@ -465,6 +430,27 @@ int32_t llama_dge::refresh(llama_context & lctx, llama_seq_id seq_id) {
         return status;
     }
 
+    // a thread may have chosen since
+    auto choice = std::move(choices[seq_id]);
+
+    if (choice) {
+        choice->wait();
+
+        status = choice->status;
+        if (status == LLAMA_DGE_OK) {
+            status = take(*choice, seq_id, slots, tail);
+        }
+
+        end_choice(std::move(choice));
+
+        if (status == LLAMA_DGE_OK) {
+            status = map_cut_cells(seq_id, slots, tail);
+        }
+        if (status != LLAMA_DGE_OK) {
+            return status;
+        }
+    }
+
     status = park_append(seq_id, tail);
     if (status != LLAMA_DGE_OK) {
         return status;
@@ -472,104 +458,85 @@ int32_t llama_dge::refresh(llama_context & lctx, llama_seq_id seq_id) {
 
     const int32_t n_rows = seq.parked->n_rows;
     const int32_t n_past = n_rows - params.window;
-    const int32_t budget = resolve_budget(seq.n_prompt);
 
-    if (n_past < seq.pos_min || n_rows <= budget) {
+    if (n_past < seq.pos_min || n_rows <= resolve_budget(seq.n_prompt)) {
         seq.n_checked = n_rows;
         return LLAMA_DGE_NOTHING_TO_CUT;
     }
 
-    const bool scores = llama_dge_get_policy(params.policy)->needs_scores;
+    choice = new_choice(lctx, seq_id, n_rows);
+    status = choice->status;
 
-    if (scores && !captured(seq_id, n_past, n_rows)) {
-        return LLAMA_DGE_ERR_QUERIES;
-    }
-
-    if (scores) {
-        if (!scorer) {
-            scorer = llama_dge_new_scorer();
-        }
-        if (!scorer) {
-            return LLAMA_DGE_ERR_MEMORY;
-        }
-
-        scorer_begin(lctx);
-    }
-
-    if (scores && params.refresh == LLAMA_DGE_REFRESH_AUTO && n_rows < seq.n_before + LLAMA_DGE_AUTO_MAX) {
+    if (status == LLAMA_DGE_OK && choice->scorer && params.refresh == LLAMA_DGE_REFRESH_AUTO &&
+            n_rows < seq.n_before + LLAMA_DGE_AUTO_MAX) {
         float mass = 0.0f;
 
-        status = held_mass(lctx, seq_id, mass);
-        if (status != LLAMA_DGE_OK) {
-            return status;
-        }
+        status = held_mass(*choice, seq_id, mass);
 
-        seq.n_checks++;
+        seq.n_checks += status == LLAMA_DGE_OK;
 
-        if (mass >= params.refresh_mass) {
-            seq.n_checked = n_rows;
-            seq.t_refresh_us += ggml_time_us() - t0;
-            return LLAMA_DGE_NOTHING_TO_CUT;
+        if (status == LLAMA_DGE_OK && mass >= params.refresh_mass) {
+            status = LLAMA_DGE_NOTHING_TO_CUT;
         }
     }
 
-    llama_dge_select_input input;
+    if (status == LLAMA_DGE_OK && params.refresh_overlap) {
+        seq.n_checked = n_rows;
+        seq.t_refresh_us += ggml_time_us() - t0;
 
-    select_input(n_rows, budget, input);
+        choice->start();
+        choices[seq_id] = std::move(choice);
 
-    for (size_t i = 0; scores && status == LLAMA_DGE_OK && i < layers.size(); ++i) {
-        if (!layers[i].seen || layers[i].has_bias) {
-            return LLAMA_DGE_ERR_UNSUPPORTED;
-        }
-
-        std::vector<float> all;
-
-        status = score_parked(lctx, i, seq_id, params.window, all);
-
-        for (uint32_t ih = 0; status == LLAMA_DGE_OK && ih < n_head_kv(i); ++ih) {
-            const auto begin = all.begin() + (size_t) ih * n_rows;
-            input.layers[i].draft.insert(input.layers[i].draft.end(), begin, begin + n_past);
-        }
-    }
-    if (status != LLAMA_DGE_OK) {
-        return status;
+        return LLAMA_DGE_NOTHING_TO_CUT;
     }
 
-    llama_dge_kept chosen;
-
-    if (!llama_dge_select(input, chosen)) {
-        return LLAMA_DGE_ERR_CALLBACK;
-    }
-
-    status = bias_reserve(chosen);
     if (status == LLAMA_DGE_OK) {
-        status = place(seq_id, slots, tail, chosen, n_past);
+        choice->run();
+        status = choice->status;
+    }
+    if (status == LLAMA_DGE_OK) {
+        status = take(*choice, seq_id, slots, tail);
+    }
+
+    end_choice(std::move(choice));
+
+    if (status >= 0) {
+        seq.n_checked = n_rows;
+        seq.t_refresh_us += ggml_time_us() - t0;
+    }
+
+    return status;
+}
+
+int32_t llama_dge::take(llama_dge_choice & choice, llama_seq_id seq_id, std::vector<uint32_t> & slots,
+        const std::vector<uint32_t> & tail) {
+    auto & seq = seqs[seq_id];
+
+    int32_t status = bias_reserve(choice.chosen);
+    if (status == LLAMA_DGE_OK) {
+        status = place(seq_id, slots, tail, choice.chosen, choice.input.n_past);
     }
     if (status != LLAMA_DGE_OK) {
         return status;
     }
 
-    seq.n_checked = n_rows;
     seq.n_refresh++;
-    seq.t_refresh_us += ggml_time_us() - t0;
 
     bias_changed(seq_id);
 
     return LLAMA_DGE_OK;
 }
 
-void llama_dge::scorer_begin(const llama_context & lctx) {
-    auto * reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(scorer->backend.get()));
+void llama_dge::park_truncate(llama_seq_id seq_id, llama_pos p0) {
+    auto & seq = seqs[seq_id];
 
-    const auto set_n_threads =
-            (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
-    if (set_n_threads) {
-        set_n_threads(scorer->backend.get(), lctx.n_threads());
+    if (!seq.parked || p0 >= seq.parked->n_rows) {
+        return;
     }
 
-    const auto set_abort = (ggml_backend_set_abort_callback_t) ggml_backend_reg_get_proc_address(
-            reg, "ggml_backend_set_abort_callback");
-    if (set_abort) {
-        set_abort(scorer->backend.get(), lctx.abort_callback, lctx.abort_callback_data);
-    }
+    // these rows are among the parked ones, and perhaps among those that a thread chooses from
+    end_choice(std::move(choices[seq_id]));
+
+    seq.parked->n_rows = p0;
+    seq.n_checked      = std::min(seq.n_checked, p0);
 }

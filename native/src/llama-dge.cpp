@@ -1,3 +1,4 @@
+#include "llama-dge-choice.h"
 #include "llama-dge-impl.h"
 
 #include "llama-context.h"
@@ -12,6 +13,8 @@
 
 llama_dge::llama_dge(llama_kv_cache & kv, uint32_t n_seq) :
     kv(kv), n_seq(n_seq), n_cells_max(kv.get_size()), layers(kv.layers.size()), seqs(n_seq) {
+    choices.resize(n_seq);
+
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].il = kv.layers[i].il;
     }
@@ -114,6 +117,10 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
     sums_bufs = std::move(sums_bufs_new);
     ring_pos.assign((size_t) n_ring * n_seq, -1);
 
+    for (auto & choice : choices) {
+        end_choice(std::move(choice));
+    }
+
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].ring = ring[i];
         layers[i].sums = sums[i];
@@ -134,6 +141,11 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
 }
 
 void llama_dge::set_off() {
+    for (auto & choice : choices) {
+        end_choice(std::move(choice));
+    }
+    scorers.clear();
+
     ring_bufs.clear();
     sums_bufs.clear();
     bias_bufs.clear();
@@ -209,6 +221,9 @@ void llama_dge::needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0,
 }
 
 void llama_dge::reset_seq(llama_seq_id seq_id) {
+    // a thread that chooses reads what is parked
+    end_choice(std::move(choices[seq_id]));
+
     const auto before = std::move(seqs[seq_id]);
 
     seqs[seq_id] = {};

@@ -74,6 +74,7 @@ class _Params(ctypes.Structure):
         ("park_limit", ctypes.c_int64),
         ("refresh", ctypes.c_int32),
         ("refresh_mass", ctypes.c_float),
+        ("refresh_overlap", ctypes.c_bool),
     ]
 
 
@@ -267,6 +268,7 @@ def enable(ctx: int, config: DGEConfig) -> Any:
     params.park_limit = config.park_limit or 0
     params.refresh = _REFRESH_AUTO if isinstance(config.refresh, str) else config.refresh
     params.refresh_mass = config.refresh_mass
+    params.refresh_overlap = config.refresh_overlap
     _check("enabling eviction", _enable(ctx, ctypes.byref(params)))
     return callback
 

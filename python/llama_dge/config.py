@@ -134,6 +134,9 @@ class DGEConfig:
         chooses only then, and after 64 tokens in any case. Needs ``park="ram"``.
     refresh_mass
         Share in (0, 1] for ``refresh="auto"``.
+    refresh_overlap
+        True: a thread chooses while decoding goes on with the rows of the choice before, so each choice takes effect
+        one choice later. Not with a policy of your own.
     elastic
         True: the buffers of the cache begin small, grow with use up to n_ctx, and shrink after a cut. False: they are
         allocated for n_ctx once and for all, as llama.cpp does.
@@ -168,6 +171,7 @@ class DGEConfig:
     park_limit: int | None = None
     refresh: int | str = 0
     refresh_mass: float = 0.9
+    refresh_overlap: bool = False
     elastic: bool = True
     strict: bool = True
 
@@ -188,7 +192,7 @@ class DGEConfig:
         if self.kernel_size % 2 == 0:
             raise ValueError(f"kernel_size={self.kernel_size}: must be odd")
         self._check_rows("sinks", 0)
-        for field in ("elastic", "strict"):
+        for field in ("refresh_overlap", "elastic", "strict"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be True or False")
         self._check_refresh()
@@ -210,6 +214,8 @@ class DGEConfig:
         if isinstance(mass, bool) or not isinstance(mass, numbers.Real) or not 0.0 < float(mass) <= 1.0:
             raise ValueError(f"refresh_mass={mass!r}: must be a share in (0, 1]")
         object.__setattr__(self, "refresh_mass", float(mass))
+        if self.refresh_overlap and not isinstance(self.policy, str):
+            raise ValueError("refresh_overlap: a policy of your own cannot be called from the thread that chooses")
         if not self.refresh:
             return
         if self.park != "ram":

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .rounding import GGML_TYPES
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 OK, NOTHING_TO_CUT = 0, 1
 ERR_PARAMS, ERR_UNSUPPORTED, ERR_DISABLED, ERR_SEQ, ERR_QUERIES = -1, -2, -3, -4, -5
@@ -90,6 +90,7 @@ class Params(ctypes.Structure):
         ("park_limit", ctypes.c_int64),
         ("refresh", ctypes.c_int32),
         ("refresh_mass", ctypes.c_float),
+        ("refresh_overlap", ctypes.c_bool),
     ]
 
 
