@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     speed ratios against stock and against dge off'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, soak, bench-policies, bench-select, bench-memory, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, soak, bench-policies, bench-select, bench-memory, bench-recall, sweep, clean'
 
 # --- environment
 
@@ -151,6 +151,11 @@ bench-policies: setup
 # what a cut gives back: cache and resident memory
 bench-memory: setup
 	$(PY) -m bench.memory $(BENCH_ARGS)
+
+# choosing again from the parked cache: decode speed beside the full cache
+.PHONY: bench-recall
+bench-recall: setup
+	$(PY) -m bench.recall $(BENCH_ARGS)
 
 bench-select: $(TOOLS)
 	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja $(CMAKE_PY)
