@@ -16,14 +16,15 @@ import time
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
-
-import llama_cpp
+from typing import TYPE_CHECKING, Any
 
 from llama_dge import Llama, __version__
 
 from .__main__ import ROOT, model_file, say
 from .measure import BenchError
+
+if TYPE_CHECKING:
+    from llama_cpp import LlamaState
 
 # arm: what is wanted of decode, full cache / arm in seconds per token
 WANTED = {"refresh 4": 2.0, "refresh 16": 3.0}
@@ -40,9 +41,7 @@ def arms(budget: int) -> dict[str, dict[str, Any] | None]:
     return some
 
 
-def turn(
-    llm: Llama, state: llama_cpp.LlamaState, dge: dict[str, Any] | None, prompt: list[int], n: int
-) -> dict[str, float]:
+def turn(llm: Llama, state: LlamaState, dge: dict[str, Any] | None, prompt: list[int], n: int) -> dict[str, float]:
     """Decode n tokens from the state of the prompt; returns seconds per token and what the choices took."""
     llm.set_dge(dge)
     llm.load_state(state)
