@@ -7,6 +7,7 @@ hardly move the logits, and the tests could not fail.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,7 @@ ZOO = {
         ModelSpec("deep", n_layer=7, n_head=4, n_head_kv=2, head_size=32),
     )
 }
+
+
+if __name__ == "__main__":
+    write_gguf(make_weights(ZOO[sys.argv[1]]), Path(sys.argv[2]))
