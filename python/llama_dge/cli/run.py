@@ -140,3 +140,9 @@ def _report(result: Answer) -> None:
             f"score {stats.seconds_score:.4f} s, select {stats.seconds_select:.4f} s, "
             f"compact {stats.seconds_compact:.4f} s",
         )
+        if stats.n_refresh or stats.n_checks:
+            looks = f" after {stats.n_checks:,} looks" if stats.n_checks else ""
+            rows = f"{stats.rows_moved:,} rows brought back"
+            show("chosen again", f"{stats.n_refresh:,} times{looks}, {rows}, {stats.seconds_refresh:.2f} s")
+        if stats.bytes_parked:
+            show("parked", f"{stats.rows_parked:,} rows, {mebibytes(stats.bytes_parked)}")
