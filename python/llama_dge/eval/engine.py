@@ -1,0 +1,399 @@
+"""Runs the arms of a prompt on one context: the prompt is read once, each arm goes on from the same full cache."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from .. import _native
+from ..llama import Llama
+from ..stats import DGEStats
+from .arms import FULL, Arm
+from .metrics import kl_divergence, log_softmax
+
+_SEQ = 0
+#: Tokens at the end of a prompt that every arm reads itself, at least, so that its queries are captured.
+TAIL = 8
+
+Logits = npt.NDArray[np.float32]
+Stop = Callable[[bytes], bool]
+
+
+class EvalError(RuntimeError):
+    """A figure would not mean what it says."""
+
+
+@dataclass
+class ArmResult:
+    """What one arm did with one prompt.
+
+    `kl[t]` and `same[t]` compare the distribution that follows t tokens of the full cache's answer with the full
+    cache's own; `kl[0]` is always 0. Those from `n_before_cut` on come from what the cut left.
+    Seconds are wall-clock time, `cpu_seconds` that of the process for the whole arm. `decode_seconds` holds the
+    `n_decoded` steps after the cut, refreshes included.
+    """
+
+    arm: Arm
+    tokens: list[int]
+    text: str
+    ended: bool
+    kl: list[float]
+    same: list[bool]
+    n_before_cut: int
+    cut: bool
+    stats: DGEStats | None
+    rows_end: int
+    n_kv_end: int
+    n_decoded: int
+    decode_seconds: float
+    cpu_seconds: float
+    prefill_seconds: float
+    logits: list[Logits] = field(default_factory=list, repr=False)
+
+
+@dataclass
+class _Full:
+    """The full cache's answer, and the distributions along its first tokens."""
+
+    tokens: list[int]
+    ended: bool
+    log_probs: list[npt.NDArray[np.float32]]
+
+
+class Engine:
+    """Answers prompts with many arms.
+
+    Parameters
+    ----------
+    llm
+        A model, loaded without eviction; while the engine is in use, nothing else may use it.
+    n_tail
+        Tokens at the end of a prompt that each arm reads itself.
+    keep_logits
+        Keep the logits along the full cache's answer in the results, for tests.
+    """
+
+    def __init__(self, llm: Llama, n_tail: int = TAIL, keep_logits: bool = False) -> None:
+        self._llm = llm
+        self._n_tail = n_tail
+        self._keep_logits = keep_logits
+        self._vocab = llama_cpp.llama_model_get_vocab(llm.model)
+        self._document: tuple[list[int], Any] | None = None
+        llm.reset()
+
+    @property
+    def _ctx(self) -> Any:
+        return self._llm.ctx
+
+    def run(
+        self,
+        prompt: Sequence[int],
+        arms: Sequence[Arm],
+        *,
+        max_tokens: int,
+        kl_tokens: int = 64,
+        shared: int = 0,
+        stop: Stop | None = None,
+    ) -> Iterator[ArmResult]:
+        """Answer a prompt, greedily, with the full cache and then with each arm.
+
+        Parameters
+        ----------
+        prompt
+            Tokens, special ones included.
+        arms
+            The full cache is run in any case; its result is given where it is among them.
+        max_tokens
+            Length of an answer.
+        kl_tokens
+            Positions of the full cache's answer along which distributions are compared: they are held in memory,
+            one vocabulary each.
+        shared
+            The first tokens, which the prompts before and after have in common: they are read once.
+        stop
+            Told the answer so far, says whether it is complete.
+
+        Raises
+        ------
+        EvalError
+            An arm was not cut as its settings say.
+        """
+        prompt = list(prompt)
+        windows = [arm.config.window for arm in arms if arm.config is not None]
+        n_tail = max([self._n_tail, *windows])
+        n_head = max(0, len(prompt) - n_tail)
+        start = time.perf_counter()
+        self._begin(None)
+        self._read_head(prompt[:n_head], min(shared, n_head))
+        head = self._save()
+        self._decode(prompt[n_head:])
+        prefill_seconds = time.perf_counter() - start
+
+        result, full = self._run_full(max_tokens, kl_tokens, stop)
+        result.prefill_seconds = prefill_seconds
+        if any(arm.name == FULL for arm in arms):
+            yield result
+        for arm in arms:
+            if arm.config is None:
+                continue
+
+            def prepare(arm: Arm = arm) -> None:
+                self._begin(arm)
+                if arm.own_prefill:
+                    self._decode(prompt)
+                    return
+                if n_head:
+                    self._load(head)
+                self._decode(prompt[n_head:])
+
+            yield self._run_arm(arm, prompt, full, prepare, max_tokens, stop)
+        self._begin(None)
+
+    # one arm
+
+    def _run_full(self, max_tokens: int, kl_tokens: int, stop: Stop | None) -> tuple[ArmResult, _Full]:
+        tokens: list[int] = []
+        log_probs = []
+        kept = []
+        cpu, start = time.process_time(), time.perf_counter()
+        while True:
+            logits = self._logits()
+            if len(tokens) < kl_tokens:
+                log_probs.append(log_softmax(logits).astype(np.float32))
+            if self._keep_logits:
+                kept.append(logits)
+            tokens.append(int(np.argmax(logits)))
+            ended = self._ends(tokens, stop)
+            if ended or len(tokens) >= max_tokens:
+                break
+            self._decode(tokens[-1:])
+        seconds = time.perf_counter() - start
+        n_rows = self._n_rows()
+        result = ArmResult(
+            arm=Arm(FULL, None),
+            tokens=tokens,
+            text=self._text(tokens),
+            ended=ended,
+            kl=[0.0] * len(log_probs),
+            same=[True] * len(log_probs),
+            n_before_cut=len(tokens),
+            cut=False,
+            stats=None,
+            rows_end=n_rows,
+            n_kv_end=min(-(-n_rows // 256) * 256, self._llm.n_ctx()),
+            n_decoded=len(tokens) - 1,
+            decode_seconds=seconds,
+            cpu_seconds=time.process_time() - cpu,
+            prefill_seconds=0.0,
+            logits=kept,
+        )
+        return result, _Full(tokens, ended, log_probs)
+
+    def _run_arm(
+        self,
+        arm: Arm,
+        prompt: list[int],
+        full: _Full,
+        prepare: Callable[[], None],
+        max_tokens: int,
+        stop: Stop | None,
+    ) -> ArmResult:
+        config = arm.config
+        assert config is not None
+        n_prompt, k = len(prompt), config.draft_tokens
+        cpu, start = time.process_time(), time.perf_counter()
+        prepare()
+        will_cut = self._arm(n_prompt)
+        prefill_seconds = time.perf_counter() - start
+
+        # along the full cache's answer
+        kl: list[float] = []
+        same: list[bool] = []
+        kept = []
+        chosen: list[int] = []
+        seconds, n_decoded = 0.0, 0
+        cut: DGEStats | None = None
+        for t, log_p in enumerate(full.log_probs):
+            if t:
+                step = time.perf_counter()
+                self._decode([full.tokens[t - 1]])
+                if t > k:
+                    seconds += time.perf_counter() - step
+                    n_decoded += 1
+                if t == k and will_cut:
+                    cut = self._check_cut(arm, n_prompt)
+            logits = self._logits()
+            if self._keep_logits:
+                kept.append(logits)
+            chosen.append(int(np.argmax(logits)))
+            same.append(chosen[-1] == full.tokens[t])
+            kl.append(kl_divergence(log_p.astype(np.float64), log_softmax(logits)) if t else 0.0)
+
+        # the arm's own answer: the same up to the first token that differs
+        n_forced = len(full.log_probs)
+        split = same.index(False) if False in same else n_forced - 1
+        tokens = [*full.tokens[:split], chosen[split]]
+        ended = self._ends(tokens, stop)
+        if not ended and len(tokens) < max_tokens:
+            if split < n_forced - 1:
+                self._rewind(arm, n_prompt, full.tokens[:split], prepare)
+            while not ended and len(tokens) < max_tokens:
+                step = time.perf_counter()
+                self._decode(tokens[-1:])
+                if len(tokens) > k:
+                    seconds += time.perf_counter() - step
+                    n_decoded += 1
+                if cut is None and will_cut and len(tokens) >= k:
+                    cut = self._check_cut(arm, n_prompt)
+                tokens.append(int(np.argmax(self._logits())))
+                ended = self._ends(tokens, stop)
+        stats = _native.seq_stats(self._ctx, _SEQ)
+        if cut is not None:
+            self._check_end(arm, cut, stats)
+        return ArmResult(
+            arm=arm,
+            tokens=tokens,
+            text=self._text(tokens),
+            ended=ended,
+            kl=kl,
+            same=same,
+            n_before_cut=k if will_cut else max(len(tokens), n_forced),
+            cut=cut is not None,
+            stats=stats,
+            rows_end=stats.rows,
+            n_kv_end=stats.n_kv,
+            n_decoded=n_decoded,
+            decode_seconds=seconds,
+            cpu_seconds=time.process_time() - cpu,
+            prefill_seconds=prefill_seconds,
+            logits=kept,
+        )
+
+    def _arm(self, n_prompt: int) -> bool:
+        status = _native.seq_arm(self._ctx, _SEQ, n_prompt)
+        if status < 0:
+            raise EvalError(f"a prompt cannot be cut: {_native.status_text(status)}")
+        return status == _native.OK
+
+    def _rewind(self, arm: Arm, n_prompt: int, tokens: list[int], prepare: Callable[[], None]) -> None:
+        """Make the cache what it is after some tokens of an answer, of which it has seen more."""
+        config = arm.config
+        assert config is not None
+        if not config.refresh and len(tokens) >= config.draft_tokens:
+            # one cut for good: rows after the prompt can be removed
+            memory = llama_cpp.llama_get_memory(self._ctx)
+            if llama_cpp.llama_memory_seq_rm(memory, _SEQ, n_prompt + len(tokens), -1):
+                return
+        prepare()
+        self._arm(n_prompt)
+        for token in tokens:
+            self._decode([token])
+
+    # is it what it says?
+
+    def _check_cut(self, arm: Arm, n_prompt: int) -> DGEStats:
+        stats = _native.seq_stats(self._ctx, _SEQ)
+        if stats.state != "cut":
+            raise EvalError(f"{arm.name}: the prompt of {n_prompt} tokens was not cut: {stats.error or stats.state}")
+        heads = [
+            _native.n_kept(self._ctx, _SEQ, layer, head)
+            for layer in _native.layers(self._ctx)
+            for head in range(_native.n_head_kv(self._ctx, layer))
+        ]
+        config = arm.config
+        assert config is not None
+        budget = config.budget if isinstance(config.budget, int) else stats.budget
+        exact = config.layer_budgets == "exact" or config.policy != "pyramidkv"
+        least, most = (0, n_prompt + stats.n_draft) if not exact else (budget, budget + stats.n_draft)
+        even = config.policy != "pyramidkv" and config.head_budgets == "uniform"
+        rows = heads if even else [round(float(np.mean(heads)))]
+        if not all(least <= n <= most for n in rows):
+            raise EvalError(f"{arm.name}: {min(heads)} .. {max(heads)} rows are kept, which is not the budget {budget}")
+        return stats
+
+    def _check_end(self, arm: Arm, cut: DGEStats, end: DGEStats) -> None:
+        config = arm.config
+        assert config is not None
+        if not config.refresh:
+            return
+        between = 64 if isinstance(config.refresh, str) else config.refresh
+        if end.rows > cut.budget + cut.n_draft + between:
+            raise EvalError(f"{arm.name}: {end.rows} rows are attended, which is more than the budget and {between}")
+
+    # the context
+
+    def _begin(self, arm: Arm | None) -> None:
+        """Empty the cache and change the settings."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), False)
+        self._llm.set_dge(arm.config if arm is not None else None)
+        if arm is not None and not self._llm.dge_enabled:
+            raise EvalError("this model cannot be cut")
+
+    def _read_head(self, tokens: list[int], shared: int) -> None:
+        n = 0
+        if self._document is not None and self._document[0] == tokens[: len(self._document[0])]:
+            n = len(self._document[0])
+            self._load(self._document[1])
+        elif shared:
+            self._document = None
+            self._decode(tokens[:shared])
+            self._document = (tokens[:shared], self._save())
+            n = shared
+        self._decode(tokens[n:])
+
+    def _decode(self, tokens: Sequence[int]) -> None:
+        for i in range(0, len(tokens), self._llm.n_batch):
+            part = tokens[i : i + self._llm.n_batch]
+            array = (llama_cpp.llama_token * len(part))(*part)
+            status = llama_cpp.llama_decode(self._ctx, llama_cpp.llama_batch_get_one(array, len(part)))
+            if status != 0:
+                raise EvalError(f"llama_decode returned {status}")
+
+    def _logits(self) -> Logits:
+        pointer = llama_cpp.llama_get_logits_ith(self._ctx, -1)
+        copy: Logits = np.ctypeslib.as_array(pointer, (self._llm.n_vocab(),)).copy()
+        return copy
+
+    def _save(self) -> Any:
+        size = llama_cpp.llama_state_seq_get_size(self._ctx, _SEQ)
+        buffer = (ctypes.c_uint8 * size)()
+        if llama_cpp.llama_state_seq_get_data(self._ctx, buffer, size, _SEQ) != size:
+            raise EvalError("the state of the prompt could not be copied")
+        return buffer
+
+    def _load(self, state: Any) -> None:
+        if llama_cpp.llama_state_seq_set_data(self._ctx, state, len(state), _SEQ) != len(state):
+            raise EvalError("the state of the prompt could not be put back")
+
+    def _n_rows(self) -> int:
+        return int(llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self._ctx), _SEQ)) + 1
+
+    def _ends(self, tokens: list[int], stop: Stop | None) -> bool:
+        if llama_cpp.llama_vocab_is_eog(self._vocab, tokens[-1]):
+            return True
+        return stop is not None and stop(self._raw(tokens))
+
+    def _raw(self, tokens: list[int]) -> bytes:
+        ends = tokens and llama_cpp.llama_vocab_is_eog(self._vocab, tokens[-1])
+        return self._llm.detokenize(tokens[:-1] if ends else tokens)
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._raw(tokens).decode("utf-8", "replace")
+
+    def answer_text(self, tokens: list[int]) -> str:
+        """Return the text of the first tokens of an answer."""
+        return self._text(tokens)
+
+    def close(self) -> None:
+        """Empty the cache and switch eviction off, so that the model can be used again."""
+        self._document = None
+        with contextlib.suppress(RuntimeError):
+            self._begin(None)

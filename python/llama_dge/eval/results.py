@@ -1,0 +1,212 @@
+"""Rows of results as JSON lines, one per prompt and arm, and going on where an earlier run ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import llama_cpp
+import numpy as np
+
+from .. import __version__
+from .engine import ArmResult
+from .prompts import Prompt
+
+_VERSION = 1
+Row = dict[str, Any]
+Key = tuple[str, str, str, str, str]
+
+
+class ResultsError(RuntimeError):
+    """A file of results cannot be read or does not fit."""
+
+
+def key_of(row: Row) -> Key:
+    """Return what no two rows of a file have in common."""
+    try:
+        return row["task"], row["prompt_id"], row["prompt_sha256"], row["arm"], row["model_sha256"]
+    except KeyError as error:
+        raise ResultsError(f"a row has no {error}") from None
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Read a file of results. A last line that was not finished is left out.
+
+    Raises
+    ------
+    ResultsError
+        The file cannot be read, or a line that another follows is not JSON.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ResultsError(f"cannot read {path}: {error}") from error
+    for i, line in enumerate(lines[:-1], 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ResultsError(f"{path}, line {i}: {error}") from None
+        if not isinstance(row, dict) or row.get("version") != _VERSION:
+            raise ResultsError(f"{path}, line {i}: not a result of version {_VERSION}")
+        yield row
+
+
+class Results:
+    """A file that rows are added to.
+
+    Parameters
+    ----------
+    path
+        Of the file. Rows that are in it are not made again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.done: set[Key] = set()
+        if path.exists():
+            self.done = {key_of(row) for row in read_rows(path)}
+            data = path.read_bytes()
+            complete = data.rfind(b"\n") + 1
+            if complete < len(data):
+                os.truncate(path, complete)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # __exit__ closes it
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def has(self, prompt: Prompt, arm: str, model_sha256: str) -> bool:
+        """Tell whether the row is there."""
+        return (prompt.task, prompt.id, prompt.sha256, arm, model_sha256) in self.done
+
+    def add(self, row: Row) -> None:
+        """Add a row, in one piece."""
+        self.done.add(key_of(row))
+        self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def settings_of(result: ArmResult) -> dict[str, Any] | None:
+    """Return the settings of an arm, all of them, as JSON can hold them."""
+    if result.arm.config is None:
+        return None
+    return {name: value for name, value in dataclasses.asdict(result.arm.config).items() if value is not None}
+
+
+def row_of(prompt: Prompt, result: ArmResult, *, score: float | None, score_draft: float | None, about: Row) -> Row:
+    """Make a row.
+
+    Parameters
+    ----------
+    prompt, result
+        What was asked and what came.
+    score
+        Of the answer.
+    score_draft
+        Of the tokens that were decoded before the cut, which say nothing about it.
+    about
+        Model, versions and what else is the same in all rows.
+    """
+    stats = result.stats
+    after = range(result.n_before_cut, len(result.kl))
+    config = result.arm.config
+    row: Row = {
+        "version": _VERSION,
+        "task": prompt.task,
+        "set": prompt.set,
+        "prompt_id": prompt.id,
+        "prompt_sha256": prompt.sha256,
+        "n_prompt": len(prompt.tokens),
+        **prompt.info,
+        "arm": result.arm.name,
+        "budget": None if config is None else config.budget,
+        "settings": settings_of(result),
+        "answer": result.text,
+        "ended": result.ended,
+        "n_answer": len(result.tokens),
+        "expected": list(prompt.expected),
+        "score": score,
+        "score_draft": score_draft,
+        "cut": result.cut,
+        "n_before_cut": result.n_before_cut,
+        "kl": [float(f"{value:.6g}") for value in result.kl],
+        "same_top": [int(value) for value in result.same],
+        "kl_mean": float(np.mean([result.kl[t] for t in after])) if after else None,
+        "rows_end": result.rows_end,
+        "n_kv_end": result.n_kv_end,
+        "seconds": {
+            "prefill": round(result.prefill_seconds, 4),
+            "decode": round(result.decode_seconds, 4),
+            "cpu": round(result.cpu_seconds, 4),
+        },
+        "n_decoded": result.n_decoded,
+    }
+    if stats is not None:
+        row["dge"] = {
+            name: getattr(stats, name)
+            for name in (
+                "n_draft", "rows_before", "rows_after", "bytes_before", "bytes_after", "bytes_kept", "bytes_parked",
+                "n_refresh", "n_checks", "rows_moved",
+            )
+        }  # fmt: skip
+        row["seconds"]["cut"] = round(stats.seconds, 5)
+        row["seconds"]["refresh"] = round(stats.seconds_refresh, 5)
+    return {**row, **about}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what makes the figures."""
+    return {
+        "llama_dge": __version__,
+        "llama_cpp_python": llama_cpp.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def file_sha256(path: Path, cache: Path | None = None) -> str:
+    """Return the SHA-256 of a file, which is kept for the next time: a model takes seconds.
+
+    Parameters
+    ----------
+    path
+        The file.
+    cache
+        Where hashes are kept; by default a file in the user's folder for caches.
+    """
+    status = path.stat()
+    mark = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    if cache is None:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = Path(base) / "llama-dge" / "sha256.json"
+    try:
+        known = json.loads(cache.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    if not isinstance(known, dict):
+        known = {}
+    if mark not in known:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        known[mark] = digest.hexdigest()
+        try:
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            scratch = cache.with_suffix(f".{os.getpid()}")
+            scratch.write_text(json.dumps(known), encoding="utf-8")
+            os.replace(scratch, cache)
+        except OSError:
+            pass  # it is only slower the next time
+    return str(known[mark])

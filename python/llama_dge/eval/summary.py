@@ -1,0 +1,207 @@
+"""Tables of results, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arms import FULL
+from .metrics import paired_bootstrap, wilson
+from .results import Row, key_of
+
+Groups = dict[tuple[Any, ...], list[Row]]
+
+
+def _group(rows: Iterable[Row], key: Callable[[Row], tuple[Any, ...]]) -> Groups:
+    groups: Groups = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    rows = [list(header), ["---"] * len(header), *map(list, lines)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _bare(row: Row) -> str:
+    """Return an arm's name without its budget."""
+    return str(row["arm"]).rpartition(",budget=")[0] or str(row["arm"])
+
+
+def distances(rows: Iterable[Row]) -> tuple[list[float], list[int]]:
+    """Return divergences and equal choices of all positions that come from what a cut left."""
+    kl: list[float] = []
+    same: list[int] = []
+    for row in rows:
+        if row["cut"]:
+            kl += row["kl"][row["n_before_cut"] :]
+            same += row["same_top"][row["n_before_cut"] :]
+    return kl, same
+
+
+def _kl_cells(rows: list[Row]) -> list[str]:
+    kl, same = distances(rows)
+    if not kl:
+        return ["", "", "", "", f"{sum(row['cut'] for row in rows)}"]
+    # from the second token on: what precedes a cut counts as equal, so that arms with unlike drafts compare
+    along = [value for row in rows for value in row["kl"][1:]]
+    return [
+        f"{np.mean(kl):.3f}",
+        f"{np.quantile(kl, 0.99):.2f}",
+        f"{np.mean(along):.3f}",
+        f"{100 * np.mean(same):.1f}",
+        f"{sum(row['cut'] for row in rows)}",
+    ]
+
+
+_KL_HEADER = ["KL", "p99", "KL, all", "same top %", "cut"]
+
+
+def known_to_full(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of prompts that the full cache answers rightly."""
+    right = {_prompt(row) for row in rows if row["arm"] == FULL and (row["score"] or 0) >= 1.0}
+    return [row for row in rows if _prompt(row) in right]
+
+
+def _prompt(row: Row) -> tuple[str, ...]:
+    task, prompt_id, sha256, _, model = key_of(row)
+    return task, prompt_id, sha256, model
+
+
+def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
+    """Return hits and divergences by length, budget, set and arm.
+
+    Rows of different prompts are pooled; a cell tells how many there are. "after the cut" counts hits whose answer was
+    not complete before it.
+    """
+    groups = _group(
+        rows,
+        lambda row: (
+            row["model"], row.get("length", 0), row["set"] if by_set else "all",
+            row["budget"] or 0, _order(row), _bare(row),
+        ),
+    )  # fmt: skip
+    lines = []
+    for (model, length, name, budget, _, arm), cell in sorted(groups.items()):
+        hits, asked = int(sum(row["score"] for row in cell)), len(cell)
+        late = sum(1 for row in cell if row["score"] and not row["score_draft"])
+        low, high = wilson(hits, asked)
+        lines.append(
+            [model, str(length), name, str(budget or "all"), arm, f"{hits}/{asked}", f"{low:.2f} .. {high:.2f}"]
+            + ([f"{late}"] if arm != FULL else [""])
+            + _kl_cells(cell)
+        )
+    header = ["model", "tokens", "set", "rows", "arm", "hits", "95 %", "after the cut", *_KL_HEADER]
+    return table(header, lines)
+
+
+def _order(row: Row) -> int:
+    return 0 if row["arm"] == FULL else 1
+
+
+def depth_table(rows: Sequence[Row]) -> str:
+    """Return hits by depth and length, one table per arm: a heat map."""
+    parts = []
+    for (arm,), cell in sorted(_group(rows, lambda row: (row["arm"],)).items()):
+        lengths = sorted({row["length"] for row in cell})
+        places = _group(cell, lambda row: (_tenth(row["depth"]), row["length"]))
+        depths = sorted({depth for depth, _ in places})
+
+        def text(depth: float, length: int, places: Groups = places) -> str:
+            found = places.get((depth, length), [])
+            return f"{int(sum(row['score'] for row in found))}/{len(found)}" if found else ""
+
+        lines = [[f"{depth:.1f}", *(text(depth, length) for length in lengths)] for depth in depths]
+        parts.append(f"{arm}\n\n" + table(["depth", *(f"{length} tokens" for length in lengths)], lines))
+    return "\n\n".join(parts)
+
+
+def _tenth(depth: float) -> float:
+    return min(9, int(depth * 10)) / 10 + 0.05
+
+
+def score_table(rows: Sequence[Row]) -> str:
+    """Return the mean score per set and arm, the macro average, and its difference to the full cache.
+
+    Only prompts that every arm has answered count. The interval is that of a bootstrap over prompts, paired, within
+    each set.
+    """
+    by_arm = {arm[0]: cell for arm, cell in _group(rows, lambda row: (row["arm"],)).items()}
+    common = set.intersection(*({_prompt(row) for row in cell} for cell in by_arm.values()))
+    prompts: dict[str, set[tuple[str, ...]]] = {}
+    for row in rows:
+        if _prompt(row) in common:
+            prompts.setdefault(row["set"], set()).add(_prompt(row))
+    sets = sorted(prompts)
+    lines = []
+    full = {_prompt(row): row["score"] for row in by_arm.get(FULL, [])}
+    for arm, cell in sorted(by_arm.items(), key=lambda item: (item[0] != FULL, item[0])):
+        scores = _group((row for row in cell if _prompt(row) in common), lambda row: (row["set"],))
+        means = [float(np.mean([row["score"] for row in scores[(name,)]])) for name in sets]
+        difference = ""
+        if full and arm != FULL:
+            groups = [[100 * (row["score"] - full[_prompt(row)]) for row in scores[(name,)]] for name in sets]
+            mean, low, high = paired_bootstrap(groups)
+            difference = f"{mean:+.2f} ({low:+.2f} .. {high:+.2f})"
+        average = f"{100 * np.mean(means):.2f}" if means else ""
+        lines.append([arm, *(f"{100 * mean:.1f}" for mean in means), average, difference, *_kl_cells(cell)])
+    return table(
+        [
+            "arm",
+            *(f"{name} ({len(prompts[name])})" for name in sets),
+            "average",
+            "less the full cache, 95 %",
+            *_KL_HEADER,
+        ],
+        lines,
+    )
+
+
+def kl_table(rows: Sequence[Row]) -> str:
+    """Return divergences by arm, for prompts without a right answer."""
+    groups = _group(rows, lambda row: (_order(row), row["arm"]))
+    return table(
+        ["arm", "prompts", *_KL_HEADER],
+        [[arm, f"{len(cell)}", *_kl_cells(cell)] for (_, arm), cell in sorted(groups.items())],
+    )
+
+
+def summary(rows: Sequence[Row], *, depths: bool = False, by_set: bool = True, known: bool = False) -> str:
+    """Return the tables of all tasks in a file of results.
+
+    Parameters
+    ----------
+    rows
+        Of the file.
+    depths
+        Add hits by depth and length.
+    by_set
+        Keep the sets of needles apart.
+    known
+        Only prompts that the full cache answers rightly.
+    """
+    parts = []
+    for (task,), cell in sorted(_group(rows, lambda row: (row["task"],)).items()):
+        cell = known_to_full(cell) if known and task != "kld" else cell
+        if not cell:
+            continue
+        if task == "needle":
+            parts.append(f"## {task}\n\n{needle_table(cell, by_set)}")
+            if depths:
+                parts.append(depth_table(cell))
+        elif task == "longbench":
+            for (model,), part in sorted(_group(cell, lambda row: (row["model"],)).items()):
+                parts.append(f"## {task}, {model}\n\n{score_table(part)}")
+        else:
+            for (model,), part in sorted(_group(cell, lambda row: (row["model"],)).items()):
+                parts.append(f"## {task}, {model}\n\n{kl_table(part)}")
+    parts.append(
+        "KL: divergence of the next token's distribution from the full cache's along its answer, in nats: mean and p99 "
+        'of the positions after the cut; "all" is the mean of all positions but the first. "cut": prompts whose cache '
+        'was cut. "after the cut": hits whose answer was not complete before it.'
+    )
+    return "\n\n".join(parts) + "\n"
