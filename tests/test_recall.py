@@ -512,3 +512,19 @@ def test_rows_that_are_taken_back_after_they_were_parked(
         reference.truncate(keep)
         n = keep
     assert context.info()["n_refresh"] >= (1 if refresh < 0 else 10)
+
+
+def test_settings_that_change_between_two_choices(new_context: ContextFactory) -> None:
+    """The captured queries are dropped: the next choice comes when there are enough again, without a warning."""
+    context = new_context("g2", dge=recall(3))
+    tokens = tokens_of(300, 23)
+    prefill_and_arm(context, tokens[:150])
+    decode_each(context, tokens[150:160])
+    n_refresh = context.info()["n_refresh"]
+    with driver.captured_log() as lines:
+        context.enable(**recall(2))
+        decode_each(context, tokens[160 : 160 + WINDOW - 1])
+        assert context.info()["n_refresh"] == n_refresh
+        decode_each(context, tokens[160 + WINDOW - 1 : 190])
+    assert context.info()["n_refresh"] > n_refresh + 5
+    assert not [line for line in lines if "goes on" in line]

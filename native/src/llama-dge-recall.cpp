@@ -148,8 +148,9 @@ llama_dge_choice_ptr llama_dge::new_choice(llama_context & lctx, llama_seq_id se
         return res;
     }
 
+    // the ring is new, or the sequence a copy: some more tokens will fill it
     if (!captured(seq_id, n_rows - params.window, n_rows)) {
-        res->status = LLAMA_DGE_ERR_QUERIES;
+        res->status = LLAMA_DGE_NOTHING_TO_CUT;
         return res;
     }
 
