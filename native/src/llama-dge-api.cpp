@@ -311,7 +311,7 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
     }
 
     if (n_prompt <= dge.resolve_budget(n_prompt) && !dge.recalls()) {
-        return n_match;
+        return dge.window_reaches(*ctx, seq_id, n_match) ? n_match : 0;
     }
 
     llama_pos p0;
@@ -324,7 +324,9 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
     }
 
     // queries at n_match and above are captured when their rows are evaluated
-    return dge.captured(seq_id, p0, std::min(p1, n_match)) ? n_match : std::min(p0, n_match);
+    const int32_t n = dge.captured(seq_id, p0, std::min(p1, n_match)) ? n_match : std::min(p0, n_match);
+
+    return dge.window_reaches(*ctx, seq_id, n) ? n : 0;
 }
 
 int32_t llama_dge_get_seq_info(

@@ -89,6 +89,9 @@ uint32_t llama_dge_graph_max_nodes(const llama_context & lctx, uint32_t n_tokens
 // state: a section in front of the cache's own data, written only if it holds a sequence that was cut
 //
 
+// llama_state_seq_flags: rows that are out of the sliding window of the last position, too. Of states that stay inside.
+static constexpr uint32_t LLAMA_DGE_STATE_FLAG_ALL_ROWS = 1u << 31;
+
 void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_seq_id seq_id);
 
 // `n_stream` is what the reader found in the place of the stream count; where it is the mark of a section, the section

@@ -123,6 +123,9 @@ struct llama_dge {
     // sliding-window layers beside the cache that can be cut, nullptr if there are none
     static llama_kv_cache * get_swa(const llama_context & lctx);
 
+    // may rows from n on be removed? a cache of sliding windows that forgets needs the n_swa rows in front of them
+    bool window_reaches(const llama_context & lctx, llama_seq_id seq_id, int32_t n) const;
+
     // recurrent layers likewise
     static bool has_recurrent(const llama_context & lctx);
 

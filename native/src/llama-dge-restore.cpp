@@ -129,10 +129,12 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
         parked->others_pos_min = swa->seq_pos_min(seq_id);
     }
     if (get_swa(lctx) || has_recurrent(lctx)) {
-        parked->others.resize(lctx.state_seq_get_size(seq_id, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY));
+        // a state has no rows that are out of the window of its last position, but a shorter prompt sees them
+        const llama_state_seq_flags flags = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | LLAMA_DGE_STATE_FLAG_ALL_ROWS;
 
-        if (lctx.state_seq_get_data(
-                    seq_id, parked->others.data(), parked->others.size(), LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) {
+        parked->others.resize(lctx.state_seq_get_size(seq_id, flags));
+
+        if (lctx.state_seq_get_data(seq_id, parked->others.data(), parked->others.size(), flags) == 0) {
             status = LLAMA_DGE_ERR_PARK;
             return nullptr;
         }

@@ -39,6 +39,13 @@ llama_kv_cache * llama_dge::get_swa(const llama_context & lctx) {
     return iswa ? iswa->get_swa() : nullptr;
 }
 
+bool llama_dge::window_reaches(const llama_context & lctx, llama_seq_id seq_id, int32_t n) const {
+    const auto * swa = get_swa(lctx);
+
+    return !swa || n == 0 || n > swa->seq_pos_max(seq_id) ||
+           swa->seq_pos_min(seq_id) <= std::max(0, n - (int32_t) kv.hparams.n_swa);
+}
+
 bool llama_dge::has_recurrent(const llama_context & lctx) {
     auto * memory = lctx.get_memory();
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import logging
@@ -27,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 _SEQ = 0  # the one sequence that llama_cpp.Llama generates in
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
+
+
+def _checksum_of_tokens(state: llama_cpp.LlamaState) -> int:
+    return zlib.crc32(np.asarray(state.input_ids[: state.n_tokens], dtype=np.intc).tobytes())
 
 
 class Llama(llama_cpp.Llama):
@@ -437,30 +442,61 @@ class Llama(llama_cpp.Llama):
                 "last_token": self._dge_last_token,
                 "model": _native.fingerprint(self.ctx),
                 "checksum": zlib.crc32(state.llama_state),
+                "tokens": _checksum_of_tokens(state),
             }
         return state
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Load a state of `save_state`.
 
+        With eviction on, n_ctx and n_batch may be others than those of the instance that saved it.
+
         Raises
         ------
         RuntimeError
-            The state is damaged, or is of another model, cache layout or version. The cache is empty then.
+            The state is damaged, is of another model, cache layout or version, or holds more tokens than n_ctx. The
+            cache is empty then.
         """
         saved: dict[str, Any] = getattr(state, "dge", {})
         with self._dge_turns.call():
             try:
                 if "checksum" in saved and saved["checksum"] != zlib.crc32(state.llama_state):
                     raise RuntimeError("load_state: the state is damaged: its checksum differs")
+                if "tokens" in saved and saved["tokens"] != _checksum_of_tokens(state):
+                    raise RuntimeError("load_state: the state is damaged: the checksum of its tokens differs")
                 if self._dge_on and "model" in saved and saved["model"] != _native.fingerprint(self.ctx):
                     raise RuntimeError("load_state: the state is of another model or another type of cache")
+                if self._dge_on:
+                    state = self._dge_fitted(state)
                 super().load_state(state)
+                if self._dge_on and llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, _SEQ) + 1 < state.n_tokens:
+                    raise RuntimeError(f"load_state: the state does not hold the {state.n_tokens} tokens that it names")
             except BaseException:
                 self._dge_clear()
                 raise
         self._dge_text_end = saved.get("text_end", self.n_tokens)
         self._dge_last_token = saved.get("last_token")
+
+    def _dge_fitted(self, state: llama_cpp.LlamaState) -> llama_cpp.LlamaState:
+        """A copy of a state whose arrays have the sizes of this instance, which the stock class takes for granted."""
+        n = state.n_tokens
+        # the library takes no bytes at all for a good state and loads nothing
+        if not 0 < state.llama_state_size == len(state.llama_state) or not 0 <= n <= len(state.input_ids):
+            raise RuntimeError("load_state: the state is damaged: its sizes do not fit together")
+        if n > self._n_ctx:
+            raise RuntimeError(f"load_state: the state holds {n} tokens, which is more than n_ctx={self._n_ctx}")
+        if state.scores.ndim != 2 or state.scores.shape[1] != self._n_vocab:
+            raise RuntimeError("load_state: the state is of another model: its vocabulary has another size")
+        state = copy.copy(state)
+        input_ids = np.zeros(self._n_ctx, dtype=np.intc)
+        input_ids[:n] = state.input_ids[:n]
+        state.input_ids = input_ids
+        rows = min(n, len(self.scores))
+        if len(state.scores) != rows:
+            scores = np.zeros((rows, self._n_vocab), dtype=np.single)
+            scores[: len(state.scores)] = state.scores[:rows]
+            state.scores = scores
+        return state
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "dge": self.dge_config}  # type: ignore[no-untyped-call]
