@@ -80,7 +80,8 @@ def test_an_appended_turn(
     dge = {**SETTINGS, "refresh": refresh}
     llm = new_llm(dge, tiny[arch], **settings)
     prompt = PROMPT
-    pieces = []
+    pieces: list[list[int]] = []
+    n_whole = 0
     for turn in range(3):
         n_cuts = turn + 1
         sizes = evaluated(llm)
@@ -346,4 +347,5 @@ def test_windows_that_forget(new_llm: Instances, tiny: dict[str, Path], arch: st
         close(llm.scores[len(other) - 1], fresh.scores[len(other) - 1])
         llm.reset()
     assert kept[599] > 500
-    assert (kept[100] == 0) != swa_full
+    # the window of this llama4 is longer than the context
+    assert (kept[100] == 0) == (not swa_full and arch != "llama4")
