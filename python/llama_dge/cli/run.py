@@ -56,12 +56,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     config = wanted_dge(args, DGEConfig())
-    prompt = _read_prompt(args)
+    prompt = read_prompt(args)
     progress = Progress(args.verbose)
     path = model_path(args.model, progress)
 
     # The size of the context depends on the number of tokens, so the vocabulary is loaded first and alone.
-    tokens = _tokenize(load_vocabulary(path), prompt, args.chat)
+    tokens = tokenize_prompt(load_vocabulary(path), prompt, args.chat)
     if not tokens:
         raise CLIError("the prompt is empty")
     needed = len(tokens) + args.max_tokens
@@ -96,7 +96,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_prompt(args: argparse.Namespace) -> str:
+def read_prompt(args: argparse.Namespace) -> str:
+    """Return the document and the question that the options name; raises CLIError."""
     parts = [] if args.file is None else [read_text(args.file)]
     if args.prompt is not None:
         parts.append(args.prompt)
@@ -105,7 +106,8 @@ def _read_prompt(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def _tokenize(vocabulary: LlamaModel, prompt: str, chat: bool | None) -> list[int]:
+def tokenize_prompt(vocabulary: LlamaModel, prompt: str, chat: bool | None) -> list[int]:
+    """Tokenize a prompt, by the model's chat template unless `chat` is False or there is none; raises CLIError."""
     template = vocabulary.metadata().get("tokenizer.chat_template")
     if chat and template is None:
         raise CLIError("the model has no chat template; leave --chat out")
