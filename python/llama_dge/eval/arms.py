@@ -29,6 +29,10 @@ class Arm:
         return self.config is not None and self.config.policy == "h2o" and self.config.scores != "draft"
 
 
+class _NotBool(ValueError):
+    pass
+
+
 def _fields() -> dict[str, Any]:
     fields = {field.name: field.default for field in dataclasses.fields(DGEConfig) if field.name not in _NOT_HERE}
     return {**fields, "head_budgets": "uniform"}
@@ -43,6 +47,10 @@ def _value(name: str, text: str) -> Any:
         return int(text)
     if name == "budget":
         return float(text) if "." in text else int(text)
+    if isinstance(default, bool):
+        if text not in ("true", "false"):
+            raise _NotBool
+        return text == "true"
     if isinstance(default, float):
         return float(text)
     if isinstance(default, int):
@@ -97,6 +105,8 @@ def parse_arm(text: str, budget: int | float | None = None) -> Arm:
             raise ValueError(f'arm "{text}": "{short}" is there twice')
         try:
             settings[name] = _value(name, value)
+        except _NotBool:
+            raise ValueError(f'arm "{text}": "{part}": {value} is neither true nor false') from None
         except ValueError:
             raise ValueError(f'arm "{text}": "{part}": {value} is not a number') from None
     if policy == "dge" and settings.get("scores") == "policy":
@@ -116,7 +126,7 @@ def _name(config: DGEConfig) -> str:
     for name, default in _fields().items():
         value = getattr(config, name)
         if name not in ("draft_tokens", "budget") and value != _DEFAULTS.get(name, default):
-            parts.append(f"{name}={value}")
+            parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
     return f"{config.policy}:{','.join(parts)},budget={config.budget}"
 
 

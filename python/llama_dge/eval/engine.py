@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
+from ..config import DGEConfig
 from ..llama import Llama
 from ..stats import DGEStats
 from .arms import FULL, Arm
@@ -64,8 +65,12 @@ class _Full:
     """The full cache's answer, and the distributions along its first tokens."""
 
     tokens: list[int]
-    ended: bool
-    log_probs: list[npt.NDArray[np.float32]]
+    logits: list[Logits]
+
+
+def _between(config: DGEConfig) -> int:
+    """Return the tokens between two choices, at most."""
+    return 64 if isinstance(config.refresh, str) else config.refresh
 
 
 class Engine:
@@ -161,15 +166,12 @@ class Engine:
 
     def _run_full(self, max_tokens: int, kl_tokens: int, stop: Stop | None) -> tuple[ArmResult, _Full]:
         tokens: list[int] = []
-        log_probs = []
-        kept = []
+        compared: list[Logits] = []
         cpu, start = time.process_time(), time.perf_counter()
         while True:
             logits = self._logits()
             if len(tokens) < kl_tokens:
-                log_probs.append(log_softmax(logits).astype(np.float32))
-            if self._keep_logits:
-                kept.append(logits)
+                compared.append(logits)
             tokens.append(int(np.argmax(logits)))
             ended = self._ends(tokens, stop)
             if ended or len(tokens) >= max_tokens:
@@ -182,8 +184,8 @@ class Engine:
             tokens=tokens,
             text=self._text(tokens),
             ended=ended,
-            kl=[0.0] * len(log_probs),
-            same=[True] * len(log_probs),
+            kl=[0.0] * len(compared),
+            same=[True] * len(compared),
             n_before_cut=len(tokens),
             cut=False,
             stats=None,
@@ -193,9 +195,9 @@ class Engine:
             decode_seconds=seconds,
             cpu_seconds=time.process_time() - cpu,
             prefill_seconds=0.0,
-            logits=kept,
+            logits=compared if self._keep_logits else [],
         )
-        return result, _Full(tokens, ended, log_probs)
+        return result, _Full(tokens, compared)
 
     def _run_arm(
         self,
@@ -221,24 +223,25 @@ class Engine:
         chosen: list[int] = []
         seconds, n_decoded = 0.0, 0
         cut: DGEStats | None = None
-        for t, log_p in enumerate(full.log_probs):
+        cut_at = 0
+        for t, reference in enumerate(full.logits):
             if t:
                 step = time.perf_counter()
                 self._decode([full.tokens[t - 1]])
                 if t > k:
                     seconds += time.perf_counter() - step
                     n_decoded += 1
-                if t == k and will_cut:
-                    cut = self._check_cut(arm, n_prompt)
+                if cut is None and t >= k and will_cut:
+                    cut, cut_at = self._check_cut(arm, n_prompt), t
             logits = self._logits()
             if self._keep_logits:
                 kept.append(logits)
             chosen.append(int(np.argmax(logits)))
             same.append(chosen[-1] == full.tokens[t])
-            kl.append(kl_divergence(log_p.astype(np.float64), log_softmax(logits)) if t else 0.0)
+            kl.append(kl_divergence(log_softmax(reference), log_softmax(logits)) if t else 0.0)
 
         # the arm's own answer: the same up to the first token that differs
-        n_forced = len(full.log_probs)
+        n_forced = len(full.logits)
         split = same.index(False) if False in same else n_forced - 1
         tokens = [*full.tokens[:split], chosen[split]]
         ended = self._ends(tokens, stop)
@@ -252,7 +255,7 @@ class Engine:
                     seconds += time.perf_counter() - step
                     n_decoded += 1
                 if cut is None and will_cut and len(tokens) >= k:
-                    cut = self._check_cut(arm, n_prompt)
+                    cut, cut_at = self._check_cut(arm, n_prompt), len(tokens)
                 tokens.append(int(np.argmax(self._logits())))
                 ended = self._ends(tokens, stop)
         stats = _native.seq_stats(self._ctx, _SEQ)
@@ -265,7 +268,7 @@ class Engine:
             ended=ended,
             kl=kl,
             same=same,
-            n_before_cut=k if will_cut else max(len(tokens), n_forced),
+            n_before_cut=cut_at if cut is not None else max(len(tokens), n_forced),
             cut=cut is not None,
             stats=stats,
             rows_end=stats.rows,
@@ -299,8 +302,16 @@ class Engine:
 
     # is it what it says?
 
-    def _check_cut(self, arm: Arm, n_prompt: int) -> DGEStats:
+    def _check_cut(self, arm: Arm, n_prompt: int) -> DGEStats | None:
+        """Return what the cut did, None where one will only follow when the answer has outgrown the budget."""
         stats = _native.seq_stats(self._ctx, _SEQ)
+        config = arm.config
+        assert config is not None
+        below = isinstance(config.budget, int) and n_prompt <= config.budget
+        if stats.state == "armed" and config.refresh and below:
+            if stats.rows > config.budget + config.draft_tokens + _between(config):
+                raise EvalError(f"{arm.name}: the answer has outgrown the budget, and nothing was cut")
+            return None
         if stats.state != "cut":
             raise EvalError(f"{arm.name}: the prompt of {n_prompt} tokens was not cut: {stats.error or stats.state}")
         heads = [
@@ -308,8 +319,6 @@ class Engine:
             for layer in _native.layers(self._ctx)
             for head in range(_native.n_head_kv(self._ctx, layer))
         ]
-        config = arm.config
-        assert config is not None
         budget = config.budget if isinstance(config.budget, int) else stats.budget
         exact = config.layer_budgets == "exact" or config.policy != "pyramidkv"
         least, most = (0, n_prompt + stats.n_draft) if not exact else (budget, budget + stats.n_draft)
@@ -324,9 +333,8 @@ class Engine:
         assert config is not None
         if not config.refresh:
             return
-        between = 64 if isinstance(config.refresh, str) else config.refresh
-        if end.rows > cut.budget + cut.n_draft + between:
-            raise EvalError(f"{arm.name}: {end.rows} rows are attended, which is more than the budget and {between}")
+        if end.rows > cut.budget + cut.n_draft + _between(config):
+            raise EvalError(f"{arm.name}: {end.rows} rows are attended at the end, too many for the budget")
 
     # the context
 

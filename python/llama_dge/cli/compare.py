@@ -1,0 +1,155 @@
+"""``llama-dge compare``: one question, answered with the full cache and with less of it, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..eval.arms import Arm, parse_arm
+from ..eval.engine import ArmResult, Engine, EvalError
+from ..eval.prompts import STYLES, Prompter
+from ._common import (
+    CLIError,
+    Progress,
+    add_cache_options,
+    add_verbose,
+    at_least,
+    cache_settings,
+    load,
+    load_vocabulary,
+    mebibytes,
+    model_path,
+    read_text,
+)
+
+DEFAULT_BUDGET = 256
+DEFAULT_REFRESH = "4"
+_WIDTH = 60
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand to the parser of the program."""
+    parser = commands.add_parser(
+        "compare",
+        help="one question: full cache, bare policy, DGE and refresh side by side",
+        description="The document is read once; each row of the table goes on from the same cache.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name of `llama-dge models list`")
+    parser.add_argument("-f", "--file", metavar="FILE", required=True, help="document, UTF-8; - reads stdin")
+    parser.add_argument("-p", "--prompt", metavar="QUESTION", help="question, put after the document")
+    parser.add_argument(
+        "--budget",
+        type=at_least(1),
+        default=DEFAULT_BUDGET,
+        metavar="N",
+        help=f"rows that stay per layer and KV head ({DEFAULT_BUDGET})",
+    )
+    parser.add_argument(
+        "--refresh",
+        default=DEFAULT_REFRESH,
+        metavar="N",
+        help=f"tokens after which rows are chosen again, or auto ({DEFAULT_REFRESH})",
+    )
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="others, as in `llama-dge eval`; the full cache is always there"
+    )
+    parser.add_argument("--max-tokens", type=at_least(2), default=32, metavar="N", help="length of an answer (32)")
+    parser.add_argument("--style", choices=STYLES, default="auto", help="of the prompt (auto: chat where possible)")
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads")
+    add_cache_options(parser)
+    add_verbose(parser)
+    parser.set_defaults(command_function=_compare)
+
+
+def _arms(args: argparse.Namespace) -> list[tuple[str, Arm]]:
+    """Return labels and arms, the full cache first."""
+    if args.arms is None:
+        texts = {
+            "full cache": "full",
+            "bare policy": "snapkv:k=1,scores=policy",
+            "DGE": "dge:k=2",
+            f"refresh {args.refresh}": f"dge:k=2,refresh={args.refresh}",
+        }
+    else:
+        texts = {"full cache": "full", **{text: text for text in args.arms if text != "full"}}
+    try:
+        return [(label, parse_arm(text, args.budget)) for label, text in texts.items()]
+    except ValueError as error:
+        raise CLIError(str(error)) from error
+
+
+def _compare(args: argparse.Namespace) -> int:
+    arms = _arms(args)
+    text = read_text(args.file) if args.prompt is None else f"{read_text(args.file)}\n\n{args.prompt}"
+    progress = Progress(args.verbose)
+    path = model_path(args.model, progress)
+    try:
+        prompt = Prompter(load_vocabulary(path), args.style).tokens(text)
+    except ValueError as error:
+        raise CLIError(str(error)) from error
+    if not prompt:
+        raise CLIError("the prompt is empty")
+    n_ctx = -(-(len(prompt) + args.max_tokens) // 256) * 256
+    llm = load(
+        path, progress, n_ctx=n_ctx, n_threads=args.threads, n_threads_batch=args.threads, **cache_settings(args)
+    )
+    results = []
+    try:
+        progress.line(f"reading {len(prompt):,} tokens")
+        run = Engine(llm).run(prompt, [arm for _, arm in arms], max_tokens=args.max_tokens, kl_tokens=args.max_tokens)
+        for (label, _), result in zip(arms, run):
+            progress.line(f"{label}: {_first_line(result.text)}")
+            results.append((label, result))
+    except EvalError as error:
+        raise CLIError(str(error)) from error
+    finally:
+        progress.clear()
+        llm.close()
+    print(f"Prompt    {len(prompt):,} tokens; {path.name}, {args.max_tokens} tokens of answer at most, greedy")
+    for label, result in results[1:]:
+        print(f"{label:<14}{result.arm.name}{'' if result.cut else '    NOT CUT: ' + _why(result, len(prompt))}")
+    print()
+    _print_table(results)
+    return 0
+
+
+def _why(result: ArmResult, n_prompt: int) -> str:
+    config = result.arm.config
+    if config is not None and isinstance(config.budget, int) and n_prompt <= config.budget:
+        return "the prompt is not longer than the budget"
+    return "the answer ended before the cut"
+
+
+def _first_line(text: str) -> str:
+    """Return the first line that is not empty, shortened to what a table holds."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+
+
+def _print_table(results: Sequence[tuple[str, ArmResult]]) -> None:
+    # of a row: what the cells of the first result take, by the size of a cut
+    cut = next((result for _, result in results if result.stats is not None and result.stats.rows_before), None)
+    row_bytes = cut.stats.bytes_before / cut.stats.rows_before if cut is not None and cut.stats is not None else None
+    lines = [("", "KL to full", "rows", "attended", "K and V", "parked", "tokens/s", "answer")]
+    for label, result in results:
+        after = result.kl[result.n_before_cut :]
+        speed = result.n_decoded / result.decode_seconds if result.n_decoded and result.decode_seconds > 0 else None
+        lines.append(
+            (
+                label,
+                f"{np.mean(after):.3f}" if result.cut and after else "-",
+                f"{result.rows_end:,}",
+                f"{result.n_kv_end:,}",
+                "-" if row_bytes is None else mebibytes(row_bytes * result.rows_end),
+                mebibytes(result.stats.bytes_parked) if result.stats is not None and result.stats.bytes_parked else "-",
+                "-" if speed is None else f"{speed:,.1f}",
+                _first_line(result.text),
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(7)]
+    for line in lines:
+        numbers = "".join(f"{cell:>{width + 2}}" for cell, width in zip(line[1:7], widths[1:]))
+        print(f"{line[0]:<{widths[0]}}{numbers}  {line[7]}".rstrip())

@@ -1,0 +1,171 @@
+"""Arms that share a prefill answer as runs of their own do."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from llama_dge import Llama
+from llama_dge.demo_text import chronicle
+from llama_dge.eval import engine as engine_module
+from llama_dge.eval.arms import Arm, parse_arm, parse_arms
+from llama_dge.eval.engine import TAIL, Engine, EvalError
+from llama_dge.eval.metrics import kl_divergence, log_softmax
+
+if TYPE_CHECKING:
+    from conftest import Zoo
+
+N_NEW = 16
+ARMS = [
+    "full",
+    "snapkv:k=1,scores=policy,budget=32",
+    "dge:k=2,budget=32",
+    "dge:k=5,draft_pooling=max,budget=64",
+    "dge:k=3,scores=both,budget=32",
+    "dge:k=2,refresh=1,budget=32",
+    "dge:k=1,refresh=4,budget=32",
+    "dge:k=2,refresh=auto,budget=32",
+    "streamingllm:k=1,budget=32",
+    "h2o:k=1,scores=policy,budget=32",
+    "h2o:k=2,budget=32",
+    "pyramidkv:k=2,budget=48",
+    "snapkv:head_budgets=adaptive,budget=32",
+    "snapkv:window=20,budget=40",
+]
+
+
+def load(zoo: Zoo, model: str = "g2", **settings: Any) -> Llama:
+    return Llama(
+        str(zoo[model].path), n_ctx=1024, n_batch=128, n_threads=1, n_threads_batch=1, verbose=False, **settings
+    )
+
+
+def prompt_of(llm: Llama, question: str = "") -> list[int]:
+    return llm.tokenize(f"{chronicle(1)[:300]}\n\n{question}".encode())
+
+
+def alone(zoo: Zoo, arm: Arm, parts: list[list[int]], forced: list[int], n: int) -> tuple[list[int], Any]:
+    """Answer with an instance of one's own, over generate(); the first tokens of the answer are given."""
+    llm = load(zoo, dge=arm.config)
+    for part in parts:
+        llm.eval(part)
+    seen: list[npt.NDArray[np.float32]] = []
+
+    def force(_: Any, scores: Any) -> Any:
+        seen.append(np.array(scores, dtype=np.float32))
+        if len(seen) <= len(forced):
+            scores = np.full_like(scores, -1e9)
+            scores[forced[len(seen) - 1]] = 1e9
+        return scores
+
+    tokens = [token for part in parts for token in part]
+    answer = list(islice(llm.generate(tokens, temp=0.0, logits_processor=llama_cpp.LogitsProcessorList([force])), n))
+    llm.close()
+    return answer, seen
+
+
+@pytest.mark.parametrize("shared", [0, 250], ids=["", "shared document"])
+def test_as_separate_runs(zoo: Zoo, shared: int) -> None:
+    llm = load(zoo)
+    arms = parse_arms(ARMS if not shared else ARMS[:7:2])
+    engine = Engine(llm, keep_logits=True)
+    if shared:  # what another prompt left must not matter
+        list(engine.run([*prompt_of(llm), 5, 6, 7], arms[:4], max_tokens=4, shared=shared))
+    prompt = prompt_of(llm, "Who?")
+    results = list(engine.run(prompt, arms, max_tokens=N_NEW, shared=shared))
+    assert [result.arm for result in results] == arms
+    full = results[0].tokens
+
+    eog = [token for token in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(engine._vocab, token)]
+    differ = 0
+    for result in results:
+        tail = max([TAIL, *(arm.config.window for arm in arms if arm.config is not None)])
+        parts = [prompt[:shared], prompt[shared:-tail], prompt[-tail:]] if shared else [prompt[:-tail], prompt[-tail:]]
+        if result.arm.own_prefill:
+            parts = [prompt]
+        answer, _ = alone(zoo, result.arm, parts, [], N_NEW)
+        end = next((i + 1 for i, token in enumerate(answer) if token in eog), N_NEW)
+        assert result.tokens == answer[:end], result.arm.name
+        differ += result.tokens != full
+
+        _, logits = alone(zoo, result.arm, parts, full, len(full))
+        for t, (mine, its) in enumerate(zip(result.logits, logits)):
+            np.testing.assert_array_equal(mine, its, err_msg=f"{result.arm.name}, {t}")
+            if result.arm.config is not None:
+                want = kl_divergence(log_softmax(results[0].logits[t]), log_softmax(its))
+                assert result.kl[t] == pytest.approx(want, abs=1e-6)
+                assert result.same[t] == (int(np.argmax(its)) == full[t])
+        assert len(result.logits) == len(full)
+        if result.arm.config is not None:
+            assert result.cut and result.n_before_cut == result.arm.config.draft_tokens
+            assert max(result.kl[: result.n_before_cut]) < 1e-9  # the same cache until then
+    assert differ > 1  # the comparison would show something
+
+
+def test_answers_longer_than_what_is_compared(zoo: Zoo) -> None:
+    llm = load(zoo)
+    arms = parse_arms(["full", "dge:k=2", "dge:k=2,refresh=4"], [32])
+    prompt = prompt_of(llm)
+    long = list(Engine(llm).run(prompt, arms, max_tokens=N_NEW))
+    short = list(Engine(llm).run(prompt, arms, max_tokens=N_NEW, kl_tokens=5))
+    for a, b in zip(long, short):
+        assert b.tokens == a.tokens and b.kl == a.kl[:5]
+
+
+def test_what_is_not_cut(zoo: Zoo) -> None:
+    llm = load(zoo)
+    prompt = prompt_of(llm)
+    arms = parse_arms(["full", "dge:k=2,budget=900", "dge:refresh=4,budget=900", f"dge:k={N_NEW},budget=32"])
+    full, *others = Engine(llm).run(prompt, arms, max_tokens=N_NEW)
+    for result in others:
+        assert not result.cut and result.tokens == full.tokens and max(result.kl) < 1e-9
+        assert result.n_before_cut >= len(full.tokens)
+
+
+def test_a_cut_that_waits_for_the_answer(zoo: Zoo) -> None:
+    """With refresh, rows of the answer count: a prompt below the budget is cut when the answer has outgrown it."""
+    llm = load(zoo)
+    prompt = prompt_of(llm)[:36]
+    full, result = Engine(llm).run(prompt, parse_arms(["full", "dge:refresh=2,budget=40"]), max_tokens=N_NEW)
+    assert result.cut and 4 < result.n_before_cut <= 8
+    assert max(result.kl[: result.n_before_cut]) < 1e-9 < max(result.kl[result.n_before_cut :])
+    assert result.rows_end <= 42 < full.rows_end
+
+
+def test_short_prompts(zoo: Zoo) -> None:
+    llm = load(zoo)
+    for n in (1, TAIL, TAIL + 1):
+        results = list(Engine(llm).run(prompt_of(llm)[:n], parse_arms(["full", "dge:budget=32"]), max_tokens=3))
+        assert results[0].tokens == results[1].tokens
+
+
+def test_stop(zoo: Zoo) -> None:
+    llm = load(zoo)
+    engine = Engine(llm)
+    arms = parse_arms(["full", "dge:k=2,budget=32"])
+    for result in engine.run(prompt_of(llm), arms, max_tokens=N_NEW, stop=lambda raw: len(raw) >= 3):
+        assert result.ended and len(engine._raw(result.tokens)) >= 3 > len(engine._raw(result.tokens[:-1]))
+
+
+def test_rows_that_are_not_the_budget(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(zoo)
+    n_kept = engine_module._native.n_kept
+    monkeypatch.setattr(engine_module._native, "n_kept", lambda *args: n_kept(*args) + 2)
+    with pytest.raises(EvalError, match=r"35 \.\. 35 rows are kept, which is not the budget 32"):
+        list(Engine(llm).run(prompt_of(llm), [parse_arm("dge:k=2,budget=32")], max_tokens=N_NEW))
+
+
+def test_the_model_is_left_as_it_was(zoo: Zoo) -> None:
+    llm = load(zoo)
+    prompt = prompt_of(llm)
+    before = list(islice(llm.generate(prompt, temp=0.0), 8))
+    engine = Engine(llm)
+    list(engine.run(prompt, parse_arms(["dge:budget=32"]), max_tokens=4))
+    engine.close()
+    assert not llm.dge_enabled
+    assert list(islice(llm.generate(prompt, temp=0.0), 8)) == before

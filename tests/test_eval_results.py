@@ -1,0 +1,160 @@
+"""Files of results: rows, and runs that go on where one ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from llama_dge.cli import main
+from llama_dge.eval import results as results_module
+from llama_dge.eval.engine import Engine
+from llama_dge.eval.results import ResultsError, file_sha256, key_of, read_rows
+from llama_dge.eval.summary import summary
+
+if TYPE_CHECKING:
+    from conftest import Zoo
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def needle(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
+    def run(*args: str, name: str = "out.jsonl") -> Path:
+        out = tmp_path / name
+        options = ["--lengths", "500", "--kinds", "codes", "--facts", "2", "--texts", "2", "--max-tokens", "6"]
+        assert main(["eval", "needle", str(zoo["g2"].path), "--out", str(out), "--threads", "1", *options, *args]) == 0
+        return out
+
+    return run
+
+
+ARMS = ("--arms", "full", "dge:k=2", "snapkv:k=1,scores=policy", "--budgets", "32")
+
+
+def without_times(rows: Any) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def test_rows(needle: Callable[..., Path], zoo: Zoo, capsys: pytest.CaptureFixture[str]) -> None:
+    out = needle(*ARMS)
+    rows = list(read_rows(out))
+    assert "12 rows were added" in capsys.readouterr().out
+    assert len(rows) == 2 * 2 * 3  # texts, questions, arms
+    assert len({key_of(row) for row in rows}) == len(rows)
+    for row in rows:
+        assert row["model_sha256"] == file_sha256(zoo["g2"].path) and row["versions"]["llama_dge"]
+        assert 0.0 <= row["depth"] <= 1.0 and row["length"] == 500 and row["style"] == "completion"
+        assert row["score"] in (0.0, 1.0) and len(row["kl"]) == len(row["same_top"]) <= 6
+        if row["arm"] == "full":
+            assert row["settings"] is None and row["budget"] is None and not row["cut"] and not any(row["kl"])
+        else:
+            assert row["settings"]["budget"] == row["budget"] == 32 and row["dge"]["rows_before"] >= row["n_prompt"]
+            if row["cut"]:
+                assert row["dge"]["rows_after"] == 32 + row["n_before_cut"] - 1
+    tables = summary(rows, depths=True)
+    assert "| 500 | codes | 32 | snapkv:k=2 |" in tables and "snapkv:k=2,budget=32\n\n| depth | 500 tokens |" in tables
+
+
+def test_an_interrupted_run_goes_on(needle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = needle(*ARMS, name="whole.jsonl")
+    add = results_module.Results.add
+
+    def interrupt(self: Any, row: dict[str, Any]) -> None:
+        if len(self.done) == 5:
+            raise KeyboardInterrupt
+        add(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(results_module.Results, "add", interrupt)
+        with pytest.raises(AssertionError):  # the command ends with 130
+            needle(*ARMS)
+    out = whole.with_name("out.jsonl")
+    assert len(list(read_rows(out))) == 5
+    with open(out, "a", encoding="utf-8") as file:  # killed in the middle of a line
+        file.write('{"version":1,"task"')
+    assert without_times(read_rows(needle(*ARMS))) == without_times(read_rows(whole))
+
+    # nothing is missing, so no prompt is read
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "run", lambda *args, **kwargs: pytest.fail("read again"))
+        before = out.read_bytes()
+        assert needle(*ARMS).read_bytes() == before
+    # one more arm: only that is run
+    more = list(read_rows(needle(*ARMS[:-2], "streamingllm:k=1", *ARMS[-2:])))
+    assert without_times(more[:12]) == without_times(read_rows(whole))
+    assert [row["arm"] for row in more[12:]] == ["streamingllm:k=1,budget=32"] * 4
+
+
+def test_damaged_files(needle: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("nonsense\n", encoding="utf-8")
+    with pytest.raises(ResultsError, match=r"bad\.jsonl, line 1"):
+        list(read_rows(path))
+    path.write_text('{"version": 99}\n', encoding="utf-8")
+    with pytest.raises(ResultsError, match="not a result of version 1"):
+        list(read_rows(path))
+    with pytest.raises(ResultsError, match="cannot read"):
+        list(read_rows(tmp_path / "none"))
+    with pytest.raises(ResultsError, match="a row has no 'task'"):
+        key_of({})
+    assert main(["eval", "summary", str(path)]) == 1
+    assert "line 1: not a result" in capsys.readouterr().err
+
+
+def test_hash_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, cache = tmp_path / "file", tmp_path / "kept" / "hashes.json"
+    path.write_bytes(b"abc")
+    want = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert file_sha256(path, cache) == want
+    assert list(json.loads(cache.read_text()).values()) == [want]
+    monkeypatch.setattr(results_module.hashlib, "sha256", lambda: pytest.fail("read again"))
+    assert file_sha256(path, cache) == want
+    monkeypatch.undo()
+    path.write_bytes(b"abcd")
+    assert file_sha256(path, cache) != want
+    cache.write_text("nonsense")
+    assert file_sha256(path, cache) == file_sha256(path, tmp_path / "file" / "impossible")
+
+
+def row(arm: str, prompt: str, score: float, kl: list[float], **more: Any) -> dict[str, Any]:
+    made = {
+        "version": 1, "task": "needle", "set": "numbers", "prompt_id": prompt, "prompt_sha256": prompt, "length": 1024,
+        "depth": 0.5, "model": "m", "model_sha256": "m", "arm": arm, "budget": None if arm == "full" else 64,
+        "score": score, "score_draft": 0.0, "kl": kl, "same_top": [int(value < 1) for value in kl],
+        "cut": arm != "full", "n_before_cut": 1,
+    }  # fmt: skip
+    return {**made, **more}
+
+
+def test_summary() -> None:
+    arm = "snapkv:k=1,budget=64"
+    rows = [
+        *(row("full", f"p{i}", float(i < 3), [0.0] * 3) for i in range(4)),
+        *(row(arm, f"p{i}", float(i < 2), [0.0, 0.5, 1.5]) for i in range(4)),
+    ]
+    text = summary(rows)
+    assert "| m | 1024 | numbers | all | full | 3/4 | 0.30 .. 0.95 |" in text
+    assert "| m | 1024 | numbers | 64 | snapkv:k=1 | 2/4 | 0.15 .. 0.85 | 2 | 1.000 | 1.50 | 1.000 | 50.0 | 4 |" in text
+    assert "| snapkv:k=1 | 2/3 |" in summary(rows, known=True)
+    assert "| 1024 | all | 64 |" in summary(rows, by_set=False)
+    assert "| 0.55 | 2/4 |" in summary(rows, depths=True).replace("0.6 |", "0.55 |")
+
+
+def test_summary_of_scores() -> None:
+    rows = []
+    for name, full, cut in (("a", 1.0, 0.5), ("b", 0.5, 0.5)):
+        for i in range(2):
+            rows.append(row("full", f"{name}{i}", full, [0.0] * 2, task="longbench", set=name))
+            rows.append(row("snapkv:k=1,budget=64", f"{name}{i}", cut, [0.0, 0.25], task="longbench", set=name))
+    rows.append(row("full", "a9", 0.0, [0.0], task="longbench", set="a"))  # the other arm has not answered it
+    text = summary(rows)
+    assert "| arm | a (2) | b (2) | average | less the full cache, 95 % |" in text
+    assert "| full | 100.0 | 50.0 | 75.00 |  |" in text
+    assert "| snapkv:k=1,budget=64 | 50.0 | 50.0 | 50.00 | -25.00 (-25.00 .. -25.00) | 0.250 |" in text
