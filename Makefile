@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     speed ratios against stock and against dge off'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, soak, bench-policies, bench-select, bench-memory, bench-recall, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-integrations, soak, bench-policies, bench-select, bench-memory, bench-recall, sweep, clean'
 
 # --- environment
 
@@ -95,6 +95,16 @@ test-stock: setup
 .PHONY: soak
 soak: setup
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+# LangChain and LlamaIndex, which are installed first
+INTEGRATIONS := $(VENV)/.integrations-installed
+$(INTEGRATIONS): $(PACKAGE) requirements/integrations.txt
+	$(PY) -m pip install --quiet -r requirements/integrations.txt
+	touch $@
+
+.PHONY: test-integrations
+test-integrations: $(INTEGRATIONS)
+	$(PY) -m pytest -m integrations $(PYTEST_ARGS)
 
 test-model: setup sweep-build
 	$(PY) -m pytest -m 'model or slow' $(PYTEST_ARGS)

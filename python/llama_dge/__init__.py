@@ -11,6 +11,7 @@ from . import _library  # noqa: F401  # isort: skip  # first: decides which libl
 import importlib.metadata
 
 from ._native import DGEError
+from ._patch import patch_llama_cpp
 from .config import DGEConfig, Policy
 from .llama import Llama
 from .stats import DGEMemory, DGEStats
@@ -20,4 +21,4 @@ try:
 except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+unknown"
 
-__all__ = ["DGEConfig", "DGEError", "DGEMemory", "DGEStats", "Llama", "Policy", "__version__"]
+__all__ = ["DGEConfig", "DGEError", "DGEMemory", "DGEStats", "Llama", "Policy", "__version__", "patch_llama_cpp"]
