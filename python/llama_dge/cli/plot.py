@@ -1,0 +1,53 @@
+"""``llama-dge plot``: pictures of what ``llama-dge eval`` found."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from ..eval.results import ResultsError, read_rows
+from ..eval.summary import known_to_full
+from ..plots.figures import curves, grids, unique
+from ..plots.svg import draw_curves, draw_grids
+from ._common import CLIError, add_verbose
+
+
+def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the subcommand to the parser of the program."""
+    parser = commands.add_parser(
+        "plot",
+        help="pictures of the results of eval: budget curves with intervals, hits by depth and length",
+        description="Writes SVG files and prints their paths. Arms are compared on the prompts that all have answered.",
+    )
+    parser.add_argument("results", nargs="+", metavar="FILE", type=Path, help="made by `llama-dge eval`")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder of the pictures")
+    parser.add_argument("--pool", action="store_true", help="needle: kinds of facts together")
+    parser.add_argument("--known", action="store_true", help="only prompts that the full cache answers rightly")
+    add_verbose(parser)
+    parser.set_defaults(command_function=_plot)
+
+
+def _plot(args: argparse.Namespace) -> int:
+    try:
+        rows = unique(row for path in args.results for row in read_rows(path))
+        if args.known:
+            rows = known_to_full(rows)
+        pictures = [(made.name, draw_curves(made)) for made in curves(rows, pool=args.pool)]
+        pictures += [(made.name, draw_grids(made)) for made in grids(rows, pool=args.pool)]
+    except ResultsError as error:
+        raise CLIError(str(error)) from error
+    except (KeyError, TypeError) as error:
+        raise CLIError(f"a row is not as `llama-dge eval` writes it: {error}") from error
+    if not pictures:
+        raise CLIError("there is nothing to draw: no arm but the full cache has results")
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures:
+            path = args.output / (re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-") + ".svg")
+            path.write_text(picture, encoding="utf-8")
+            print(path)
+    except OSError as error:
+        raise CLIError(f"cannot write: {error}") from error
+    return 0
