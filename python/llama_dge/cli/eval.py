@@ -161,7 +161,7 @@ def _needle(args: argparse.Namespace) -> int:
 
 def _longbench(args: argparse.Namespace) -> int:
     limit = 1 if args.quick else args.limit
-    max_prompt = min(args.max_prompt, 1024) if args.quick else args.max_prompt
+    max_prompt = min(args.max_prompt, 256) if args.quick else args.max_prompt
 
     def make(prompter: Prompter) -> list[Prompt]:
         prompts = longbench.longbench_prompts(
@@ -172,7 +172,7 @@ def _longbench(args: argparse.Namespace) -> int:
 
     def max_tokens(prompt: Prompt) -> int:
         most = longbench.max_tokens(prompt) if args.max_tokens is None else int(args.max_tokens)
-        return min(most, 16) if args.quick else most
+        return min(most, 8) if args.quick else most
 
     return _run(args, make, score=longbench.score, max_tokens=max_tokens, stop=longbench.stop)
 
@@ -181,9 +181,10 @@ def _kld(args: argparse.Namespace) -> int:
     documents = {Path(name).name: read_text(name) for name in args.file}
     if len(documents) < len(args.file):
         raise CLIError("two documents have the same name")
+    max_prompt = min(args.max_prompt or 1024, 1024) if args.quick else args.max_prompt
     return _run(
         args,
-        lambda prompter: list(document_prompts(documents, args.prompt, prompter, max_prompt=args.max_prompt)),
+        lambda prompter: list(document_prompts(documents, args.prompt, prompter, max_prompt=max_prompt)),
         score=None,
         max_tokens=lambda prompt: min(args.max_tokens, 16) if args.quick else int(args.max_tokens),
     )
