@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     speed ratios against stock and against dge off'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-integrations, soak, bench-policies, bench-select, bench-memory, bench-recall, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, sweep, clean'
 
 # --- environment
 
@@ -105,6 +105,11 @@ $(INTEGRATIONS): $(PACKAGE) requirements/integrations.txt
 .PHONY: test-integrations
 test-integrations: $(INTEGRATIONS)
 	$(PY) -m pytest -m integrations $(PYTEST_ARGS)
+
+# the page of `llama-dge inspect` in headless Chromium (apt-get install chromium); skipped where there is none
+.PHONY: test-browser
+test-browser: setup
+	$(PY) -m pytest -m browser $(PYTEST_ARGS)
 
 test-model: setup sweep-build
 	$(PY) -m pytest -m 'model or slow' $(PYTEST_ARGS)
