@@ -137,7 +137,8 @@ def test_the_cut_is_what_dge_kept_says(inspect: Callable[..., tuple[int, str, st
     assert choice["counts"][-6:] == [sum(data["heads"])] * 6  # window and draft
     assert "".join(data["tokens"][1:n]).strip() == DOCUMENT.strip()  # the first is <s>
     assert data["settings"]["budget"] == 16 and data["stats"]["state"] == "cut"
-    assert data["memory"]["before"]["kv"] > data["memory"]["after"]["kv"] > 0
+    assert data["stats"]["bytes_before"] > data["stats"]["bytes_after"] > 0
+    assert data["memory"]["before"]["parked"] == 0 < data["memory"]["after"]["parked"]
     assert str(Path.home()) not in out and "/" not in data["model"] + data["source"]
 
 
