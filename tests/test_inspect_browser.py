@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,30 @@ def test_dark_and_print(shown: browser.Page) -> None:
     shown.media(prefers_color_scheme="dark")
     assert shown.run("getComputedStyle(document.body).backgroundColor") != light
     assert shown.pdf().startswith(b"%PDF")
+
+
+def test_a_prompt_that_was_not_cut_is_shown(tab: browser.Page, tmp_path: Path) -> None:
+    tab.problems.clear()
+    path = tmp_path / "full.html"
+    made = dataclasses.replace(made_up(50, 1, 1, 8), choices=(), layers=(), stats=None, why_full="it is <short>")
+    path.write_text(page.render(made), encoding="utf-8")
+    tab.open(path)
+    assert tab.run("document.querySelector('#text').innerText").strip().startswith("w0 w1")
+    assert "it is <short>" in tab.run("document.querySelector('.only-full').innerText")
+    assert tab.run("document.querySelector('#bar').checkVisibility()") is False
+    assert tab.problems == []
+
+
+def test_problems_are_seen(tab: browser.Page, tmp_path: Path) -> None:
+    """The tests above can fail."""
+    tab.problems.clear()
+    path = tmp_path / "r.html"
+    path.write_text(page.render(made_up(50, 1, 1, 8)), encoding="utf-8")
+    tab.open(path)
+    tab.run("console.error('told'); fetch('http://example.invalid/').catch(() => 0)")
+    tab.settle()
+    assert len(tab.problems) >= 2 and "told" in tab.problems[0]
+    assert "Content Security Policy" in tab.problems[1]
 
 
 def test_30000_tokens_stay_quick(tab: browser.Page, tmp_path: Path) -> None:

@@ -91,8 +91,13 @@ const blocks = [];
 const blockOf = new Uint32Array(n);
 for (let from = 0; from < n;) {
   const end = from < data.nPrompt ? data.nPrompt : n;
-  let to = Math.min(from + 250, end);
-  for (let i = from + 80; i < to; i++) if (tokens[i - 1].endsWith('\n')) { to = i; break; }
+  // a block ends its line, so it ends with one of the text if there is any, else between words
+  let to = Math.min(from + 600, end), space = 0;
+  for (let i = from + 80; i < to; i++) {
+    if (tokens[i - 1].endsWith('\n')) { to = i; space = 0; break; }
+    if (/^\s/.test(tokens[i])) space = i;
+  }
+  if (space && to < end) to = space;
   const block = { from, to, live: false, element: make('div') };
   block.element.textContent = tokens.slice(from, to).map(visible).join('');
   blockOf.fill(blocks.length, from, to);
