@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import statistics
+import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -168,3 +169,50 @@ def test_parked_in_memory(zoo: Zoo, report: Callable[[str], None]) -> None:
 
 def test_parked_in_files(zoo: Zoo, tmp_path: Path, report: Callable[[str], None]) -> None:
     soak(str(zoo["g2"].path), {**DGE, "park": "disk", "park_dir": str(tmp_path)}, 150, tmp_path, report)
+
+
+@pytest.mark.parametrize("refresh", [4, "auto"])
+def test_a_long_answer(zoo: Zoo, report: Callable[[str], None], refresh: int | str) -> None:
+    """4,000 tokens at a budget of 256 rows: time of a step, rows and memory of the cache stay what they were."""
+    n, budget = 4000, 256
+    # a share that is seldom missed, so that "auto" chooses now and then and not always
+    dge = {"budget": budget, "refresh": refresh, "refresh_mass": 0.2}
+    llm = Llama(str(zoo["g2"].path), dge=dge, n_ctx=5120, n_threads=1, n_threads_batch=1, verbose=False)
+    rng = random.Random(1)
+    prompt = [token_of(chr(rng.randrange(0x21, 0x7F))) for _ in range(600)]
+    times, rss, cells, rows = [], [], [], []
+    last = time.process_time()
+    # at a high temperature, for greedy answers of random models run in circles
+    for i, _ in enumerate(islice(llm.generate(prompt, temp=1.5, top_k=0, top_p=1.0, min_p=0.0), n)):
+        now = time.process_time()
+        times.append(now - last)
+        if i % 20 == 10:
+            memory, stats = llm.dge_memory, llm.dge_stats
+            assert stats is not None and stats.error is None
+            rss.append(resident() - memory.parked)
+            cells.append(memory.n_cells)
+            rows.append(stats.rows)
+        last = time.process_time()
+    stats = llm.dge_stats
+    assert stats is not None and len(times) == n and llm.n_tokens == 600 + n - 1
+    n_refresh = (n - 2) // 4 if refresh == 4 else n // 64 - 2
+    assert stats.n_refresh >= n_refresh - 1 and stats.rows_parked == 601
+    # rows of 3 layers x 2 heads x 64 x (K and V) x f16, but for those since the last choice
+    assert stats.bytes_parked > (600 + n - 80) * 3 * 2 * 64 * 2 * 2
+    # between two choices rows are added: 4, or at most 64
+    assert max(rows[1:]) <= budget + (4 if refresh == 4 else 65)
+    assert max(cells[1:]) <= 512
+    first, end = statistics.median(times[10:1000]), statistics.median(times[-1000:])
+    mean_first, mean_end = statistics.mean(times[10:1000]), statistics.mean(times[-1000:])
+    report(
+        f"refresh {refresh}: {stats.n_refresh} choices; a step {first * 1e3:.2f} -> {end * 1e3:.2f} ms, with choices "
+        f"{mean_first * 1e3:.2f} -> {mean_end * 1e3:.2f} ms; resident without what is parked "
+        f"{rss[1] / MIB:.1f} -> {rss[-1] / MIB:.1f} MiB, parked {stats.bytes_parked / MIB:.1f} MiB"
+    )
+    # The median is that of a step without a choice, which reads 256 rows at the beginning as at the end. Half as much
+    # again is for a machine that does something else, too; attention over all rows would be eight times the rows.
+    assert end <= 1.5 * first, (first, end)
+    # Scratch memory of a choice grows with the rows it chooses from, and stores grow by a quarter at a time: what is
+    # parked here is 7 MiB.
+    assert statistics.median(rss[-20:]) - statistics.median(rss[1:21]) <= 8 * MIB
+    llm.close()

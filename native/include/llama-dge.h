@@ -212,8 +212,8 @@ LLAMA_API const char * llama_dge_status_str(int32_t status);
 LLAMA_API int32_t llama_dge_supported(const struct llama_context * ctx, char * reason, size_t n);
 
 // Start to capture queries for all sequences of the context. Allocates window + draft_tokens - 1 rows of Q per layer
-// and sequence beside the cache. Called again with other parameters it applies to cuts still to come; the captured
-// queries are dropped. Sequences that were cut stay so.
+// and sequence beside the cache; with `refresh` 16 more, for rows that are removed again. Called again with other
+// parameters it applies to cuts still to come; the captured queries are dropped. Sequences that were cut stay so.
 // ERR_PARAMS, ERR_UNSUPPORTED, ERR_MEMORY
 LLAMA_API int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_params * params);
 

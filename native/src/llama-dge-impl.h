@@ -37,6 +37,9 @@ using llama_dge_choice_ptr = std::unique_ptr<llama_dge_choice, llama_dge_choice_
 // rows that the parked ones may grow by before they move to more memory
 static constexpr size_t LLAMA_DGE_PARK_SPARE = 1024;
 
+// slots of the ring of queries for rows that are removed again
+static constexpr uint32_t LLAMA_DGE_RING_SPARE = 16;
+
 // what DGE knows of one sequence
 struct llama_dge_seq {
     int32_t state = LLAMA_DGE_STATE_FULL;

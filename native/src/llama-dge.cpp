@@ -82,7 +82,10 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
     const bool window = llama_dge_needs_window_scores(sel);
     const bool draft  = llama_dge_needs_draft_scores(sel);
 
-    const uint32_t n_ring_new = window || draft ? params_new.window + params_new.draft_tokens - 1 : 0;
+    // tokens that a draft model proposes in vain take slots, too; the last queries must be there for the next choice
+    const uint32_t n_spare = params_new.refresh != 0 ? LLAMA_DGE_RING_SPARE : 0;
+
+    const uint32_t n_ring_new = window || draft ? params_new.window + params_new.draft_tokens - 1 + n_spare : 0;
 
     shapes_t shapes_ring;
     shapes_t shapes_sums;

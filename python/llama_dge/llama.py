@@ -10,7 +10,7 @@ import logging
 import sys
 import warnings
 import zlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -67,7 +67,8 @@ class Llama(llama_cpp.Llama):
       asked for its next token, because its cache is gone.
     - A decode that fails, or is interrupted, empties the cache; the next call starts over.
     - With `draft_model`, logits of all tokens are kept (n_ctx x n_vocab floats), which llama_cpp.Llama needs as well
-      but does not allocate, so that it fails where the prompt is longer than n_batch.
+      but does not allocate, so that it fails where the prompt is longer than n_batch. It proposes nothing before the
+      cut. With `refresh`, more than 16 proposals in vain may put off a choice.
 
     Examples
     --------
@@ -310,7 +311,8 @@ class Llama(llama_cpp.Llama):
         while True:
             with self._dge_turns.step(turn):
                 try:
-                    token = inner.send(sent)
+                    with self._dge_without_proposals(cut_seen_at is not None and self.n_tokens < cut_seen_at - 1):
+                        token = inner.send(sent)
                 except StopIteration:
                     return
                 if not armed:
@@ -322,6 +324,17 @@ class Llama(llama_cpp.Llama):
                     self._dge_report()
                 self._dge_last_token = token
             sent = yield token
+
+    @contextlib.contextmanager
+    def _dge_without_proposals(self, on: bool) -> Iterator[None]:
+        """Leave the draft model out: its tokens would take the place of queries that the cut needs."""
+        draft_model = self.draft_model
+        if on:
+            self.draft_model = None
+        try:
+            yield
+        finally:
+            self.draft_model = draft_model
 
     def _dge_prepare(self, tokens: list[int], reset: bool) -> None:
         """Decide, before a prompt is evaluated, how much of the cache it may build on."""
@@ -418,7 +431,12 @@ class Llama(llama_cpp.Llama):
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
         """Generate text from a prompt; parameters as in llama_cpp.Llama.create_completion."""
         with self._dge_turns.request(self._dge_on):
-            return super().create_completion(*args, **kwargs)
+            try:
+                return super().create_completion(*args, **kwargs)
+            except ValueError as error:
+                if self._dge_on and "exceed context window" in str(error):
+                    raise ValueError(f"{error}; eviction makes the cache smaller, but n_ctx limits as ever") from None
+                raise
 
     def create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
         """Generate a reply to messages; parameters as in llama_cpp.Llama.create_chat_completion."""
