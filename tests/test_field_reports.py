@@ -387,6 +387,24 @@ def test_t45_logits_are_no_part_of_a_state(new_llm: Instances, refresh: int, cut
         del each._ctx.decode
 
 
+@MODES
+def test_t51_proposals_in_vain(new_llm: Instances, refresh: int) -> None:
+    """A draft model that is always wrong: the prompt is cut where it would be without, and rows are chosen again."""
+
+    def wrong(input_ids: Any, /, **_: Any) -> Any:
+        return np.full(10, 3 + int(input_ids[-1] + 7) % 20, dtype=np.intc)
+
+    llm = new_llm(dge_of(refresh), draft_model=wrong)
+    answer = greedy(llm, PROMPT, 60)
+    stats = llm.dge_stats
+    assert stats.state == "cut" and stats.error is None and stats.rows_after == BUDGET + (0 if refresh else DRAFT - 1)
+    assert llm.draft_model is wrong
+    if refresh:
+        assert stats.n_refresh >= 10 and stats.rows <= BUDGET + 4 + 11
+    else:
+        assert answer == greedy(new_llm(dge_of(refresh)), PROMPT, 60)
+
+
 @pytest.mark.parametrize("refresh", [0, 4])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_t53_graphs_that_are_used_again(
