@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,3 +98,29 @@ def test_llama_index_that_was_imported_first_is_refused(zoo: Zoo) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "RuntimeError: patch_llama_cpp: llama_index.llms.llama_cpp.base has taken the stock Llama" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["openai", "langchain_community", "llama_index"])
+def test_code_of_the_readme_runs_as_pasted(name: str) -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if f"from {name}" in block]
+    server = None
+    if name == "openai":
+        (options,) = re.findall(r"^llama-dge serve ([^#\n]+)", readme, re.MULTILINE)
+        command = [sys.executable, "-m", "llama_dge", "serve", *options.split(), "--port", "0"]
+        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert server.stderr is not None
+        found = next(filter(None, (re.search(r"http://localhost:\d+/v1", line) for line in server.stderr)))
+        code = code.replace("http://localhost:8000/v1", found.group())
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    finally:
+        if server is not None:
+            server.terminate()
+            server.communicate()
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    before, after = re.search(r"(\d+) -> (\d+) rows", done.stdout).groups()  # type: ignore[union-attr]
+    assert int(before) > 2000
+    assert int(after) == (512 if name == "openai" else 256) + 3  # k - 1 rows of the draft come on top
+    assert server is None or server.returncode == 0

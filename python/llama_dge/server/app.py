@@ -82,7 +82,9 @@ class Watch:
             await self._app(scope, receive, send)
             return
         request = served.Request(self._service)
-        status = 200
+
+        def stopped() -> bool:
+            return request.gone.is_set() or self._service.stopping.is_set()
 
         async def watched_receive() -> Message:
             message = await receive()
@@ -91,8 +93,8 @@ class Watch:
             return message
 
         async def watched_send(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
+            if message.get("status", 200) >= 400 and not stopped():
+                request.finish("error")  # before the client knows
             await send(message)
 
         token = served.current.set(request)
@@ -100,8 +102,7 @@ class Watch:
             await self._app(scope, watched_receive, watched_send)
         finally:
             served.current.reset(token)
-            stopped = request.gone.is_set() or self._service.stopping.is_set()
-            request.finish("error" if status >= 400 and not stopped else "cancelled")
+            request.finish("cancelled" if stopped() else "error")  # unless it is counted
             request.gone.set()  # ends what a thread may still be doing for it
 
 
