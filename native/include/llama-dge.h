@@ -145,8 +145,8 @@ struct llama_dge_params {
     // queries, pooled (`scores` does not count). All rows compete, generated ones too, so that `budget` rows per layer
     // and KV head are attended however long the answer is. 0: never; REFRESH_AUTO: when it pays. Needs PARK_RAM.
     int32_t refresh;
-    float   refresh_mass; // REFRESH_AUTO: choose again when the rows at hold less than this share of the last query's
-                          // attention, in (0, 1]
+    float   refresh_mass; // REFRESH_AUTO: choose again when the rows at hold less than this share of the attention that
+                          // they held when they were chosen, in (0, 1]
 
     // A thread makes the choice while decoding goes on with the rows of the one before: what synchronous choices would
     // do, one choice late. Not with POLICY_CUSTOM.

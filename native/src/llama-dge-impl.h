@@ -76,10 +76,11 @@ struct llama_dge_seq {
     int64_t t_park_us    = 0;
 
     // recall
-    int32_t n_checked    = 0; // rows at the latest choice or look
-    int64_t n_refresh    = 0;
-    int64_t n_checks     = 0;
-    int64_t n_moved      = 0;
+    int32_t n_checked = 0;     // rows at the latest choice or look
+    float   mass      = -1.0f; // REFRESH_AUTO: attention that the rows held just after the latest choice, -1: unknown
+    int64_t n_refresh = 0;
+    int64_t n_checks  = 0;
+    int64_t n_moved   = 0;
     int64_t t_refresh_us = 0;
 
     // the rows of before the cut; shared with copies of the sequence

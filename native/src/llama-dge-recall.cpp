@@ -14,7 +14,7 @@
 // The CPU scores the parked keys where they are; only rows that the cache does not hold yet are copied into it.
 
 // REFRESH_AUTO looks every so many tokens, and chooses after so many in any case
-static constexpr int32_t LLAMA_DGE_AUTO_STEP   = 4;
+static constexpr int32_t LLAMA_DGE_AUTO_STEP   = 1;
 static constexpr int32_t LLAMA_DGE_AUTO_MAX    = 64;
 static constexpr size_t  LLAMA_DGE_AUTO_LAYERS = 4; // looked at, spread over the model
 
@@ -476,7 +476,8 @@ int32_t llama_dge::refresh(llama_context & lctx, llama_seq_id seq_id) {
 
         seq.n_checks += status == LLAMA_DGE_OK;
 
-        if (status == LLAMA_DGE_OK && mass >= params.refresh_mass) {
+        // how much a budget can hold differs from model to model and text to text, so a fall counts and not a level
+        if (status == LLAMA_DGE_OK && seq.mass >= 0.0f && mass >= params.refresh_mass * seq.mass) {
             status = LLAMA_DGE_NOTHING_TO_CUT;
         }
     }
@@ -524,6 +525,14 @@ int32_t llama_dge::take(llama_dge_choice & choice, llama_seq_id seq_id, std::vec
     seq.n_refresh++;
 
     bias_changed(seq_id);
+
+    // an estimate that fails (out of memory) makes the next look choose
+    seq.mass = -1.0f;
+
+    if (choice.scorer && params.refresh == LLAMA_DGE_REFRESH_AUTO &&
+            held_mass(choice, seq_id, seq.mass) != LLAMA_DGE_OK) {
+        seq.mass = -1.0f;
+    }
 
     return LLAMA_DGE_OK;
 }

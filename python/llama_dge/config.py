@@ -130,8 +130,9 @@ class DGEConfig:
         0: one cut for good, DGE as published. n: after the cut, the rows are chosen again every n tokens from all rows,
         which are parked, by the attention of the last `window` tokens, pooled (`scores` does not count). Rows of the
         answer compete as those of the prompt do, so `budget` rows are attended however long the answer is. "auto":
-        every 4 tokens it looks whether the rows at hold less than `refresh_mass` of the last token's attention, and
-        chooses only then, and after 64 tokens in any case. Needs ``park="ram"``.
+        after every token it looks how much of the last token's attention the rows at hold, and chooses only when that
+        is less than `refresh_mass` of what they held when they were chosen, and after 64 tokens in any case. Needs
+        ``park="ram"``.
     refresh_mass
         Share in (0, 1] for ``refresh="auto"``.
     refresh_overlap
