@@ -21,9 +21,10 @@ import pytest
 openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 
-from llama_dge import DGEConfig  # noqa: E402
+from llama_dge import DGEConfig, Llama  # noqa: E402
 from llama_dge.cli import main  # noqa: E402
 from llama_dge.server.metrics import Metrics  # noqa: E402
+from llama_dge.server.model import Gone, Request, ServerLlama, Service  # noqa: E402
 from llama_dge.server.settings import (  # noqa: E402
     BadOverride,
     ConfigFileSettings,
@@ -207,6 +208,30 @@ def test_client_goes_away_from_a_request_without_stream(server: Server) -> None:
     after = server.metrics()
     assert after["llama_dge_completion_tokens_total"] - before["llama_dge_completion_tokens_total"] < 1500
     assert complete(server).choices[0].text == want
+
+
+def test_client_goes_away_during_the_prefill(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = ServerLlama(str(zoo["g2"].path), n_ctx=1024, n_batch=64, n_threads=1, verbose=False, dge={"budget": BUDGET})
+    want = llm(PROMPT, max_tokens=12, temperature=0)["choices"][0]["text"]
+    llm.reset()
+    request = llm.request = Request(Service())
+    batches: list[int] = []
+    plain = Llama.eval
+
+    def eval_and_go(self: Llama, tokens: list[int]) -> None:
+        plain(self, tokens)
+        batches.append(len(tokens))
+        if len(batches) == 2:
+            request.gone.set()
+
+    monkeypatch.setattr(Llama, "eval", eval_and_go)
+    with pytest.raises(Gone, match="the client has gone away"):
+        llm(PROMPT, max_tokens=12, temperature=0)
+    assert batches == [64, 64] and llm.n_tokens == 128
+    llm.request = None
+    assert llm(PROMPT, max_tokens=12, temperature=0)["choices"][0]["text"] == want
+    assert llm.dge_stats is not None and llm.dge_stats.rows_after == BUDGET + 1
+    llm.close()
 
 
 def test_settings_of_one_request(server: Server) -> None:

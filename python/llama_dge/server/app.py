@@ -102,7 +102,7 @@ class Watch:
             await self._app(scope, watched_receive, watched_send)
         finally:
             served.current.reset(token)
-            request.finish("cancelled" if stopped() else "error")  # unless it is counted
+            request.finish("cancelled")  # unless it is counted
             request.gone.set()  # ends what a thread may still be doing for it
 
 
