@@ -519,3 +519,20 @@ def test_removed_rows_make_room(new_context: ContextFactory) -> None:
         assert each.seq_rm(1, 200, -1)
     assert np.array_equal(context.decode(TOKENS[:150]), plain.decode(TOKENS[:150]))
     assert context.memory_info()["n_cells"] == 512
+
+
+@pytest.mark.parametrize("refresh", [0, 3])
+@pytest.mark.parametrize("n_after", [0, 1, 2, 5])
+def test_graph_buffers_are_as_the_context_expects(new_context: ContextFactory, refresh: int, n_after: int) -> None:
+    """llama.cpp warns of compute buffers that changed behind its back, even where nobody asked for messages."""
+    tokens = tokens_of(1500, 40)
+    dge = {"budget": 40, "park": "ram", "refresh": refresh}
+    context = new_context("g2", n_ctx=2048, elastic=True, dge=dge)
+    context.decode(tokens, every=False)
+    assert context.arm(1500) == driver.OK
+    for token in tokens[:n_after]:
+        context.decode([token])
+    with driver.captured_log() as lines:
+        context.close()
+    assert [line for line in lines if "compute buffer size" in line]
+    assert not [line for line in lines if "does not match" in line]

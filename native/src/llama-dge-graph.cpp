@@ -61,6 +61,11 @@ void llm_graph_input_dge::set_input(const llama_ubatch * ubatch) {
     if (bias && dge->bias_dirty) {
         dge->bias_sync();
     }
+
+    // buffers follow an elastic cache, which the context would take for a fault when it is freed
+    if (dge->elastic && dge->lctx) {
+        dge->expect_buffers(*dge->lctx);
+    }
 }
 
 bool llm_graph_input_dge::can_reuse(const llm_graph_params & params) {

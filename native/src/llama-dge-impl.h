@@ -405,6 +405,7 @@ struct llama_dge {
     std::vector<uint32_t> n_new; // rows per stream of the next batch
 
     llama_dge_adapters adapters; // of the last decode
+    llama_context *    lctx = nullptr;
 
     std::vector<llama_dge_choice_ptr>              choices; // [n_seq] those of threads
     std::vector<std::unique_ptr<llama_dge_scorer>> scorers; // not in use

@@ -118,6 +118,7 @@ void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
     }
 
     dge->adapters = llama_dge::get_adapters(lctx);
+    dge->lctx     = &lctx;
 
     if (!dge->elastic) {
         return;

@@ -526,7 +526,7 @@ void llama_dge::expect_buffers(llama_context & lctx) const {
     for (size_t i = 0; i < lctx.backend_ptrs.size() && i < lctx.backend_buf_exp_size.size(); ++i) {
         auto & size = lctx.backend_buf_exp_size[i];
 
-        size = std::max(size, ggml_backend_sched_get_buffer_size(lctx.get_sched(), lctx.backend_ptrs[i]));
+        size = ggml_backend_sched_get_buffer_size(lctx.get_sched(), lctx.backend_ptrs[i]);
     }
 }
 
