@@ -6,11 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-import logging
-import sys
-import warnings
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -19,14 +16,12 @@ import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from . import _native
+from ._eviction import SEQ, EvictingLlama
 from ._states import UncutStates
 from ._turns import Turns
 from .config import DGEConfig
 from .stats import DGEMemory, DGEStats
 
-logger = logging.getLogger(__name__)
-
-_SEQ = 0  # the one sequence that llama_cpp.Llama generates in
 _GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
 
@@ -34,7 +29,7 @@ def _checksum_of_tokens(state: llama_cpp.LlamaState) -> int:
     return zlib.crc32(np.asarray(state.input_ids[: state.n_tokens], dtype=np.intc).tobytes())
 
 
-class Llama(llama_cpp.Llama):
+class Llama(EvictingLlama):
     """A drop-in ``llama_cpp.Llama`` that can cut its KV cache after the first tokens of an answer.
 
     Every parameter, method and attribute of llama_cpp.Llama works as documented there; with ``dge=None`` nothing
@@ -111,32 +106,6 @@ class Llama(llama_cpp.Llama):
                 self.close()
                 raise
 
-    def _dge_enable(self, config: DGEConfig) -> None:
-        reason = _native.supported(self.ctx)
-        if reason is None:
-            try:
-                self._dge_callback = _native.enable(self.ctx, config)
-            except (_native.DGEError, ValueError) as error:
-                if config.strict:
-                    raise
-                reason = str(error)
-        elif config.strict:
-            raise ValueError(f"dge: this model cannot be cut: {reason} (strict=False runs it without eviction)")
-        if reason is not None:
-            self._dge_warn("supported", f"running without eviction: {reason}")
-            return
-        self._dge_on = True
-        line = f"eviction after {config.draft_tokens} tokens, {config}"
-        logger.info(line)
-        if self.verbose:
-            print(f"llama_dge: {line}", file=sys.stderr)  # noqa: T201  # as the stock class does
-
-    def _dge_warn(self, kind: str, text: str) -> None:
-        # once per instance and kind, whatever the warning filters say
-        if kind not in self._dge_warned:
-            self._dge_warned.add(kind)
-            warnings.warn(f"llama_dge: {text}", RuntimeWarning, stacklevel=3)
-
     def set_dge(self, dge: bool | Mapping[str, Any] | DGEConfig | None) -> None:
         """Change the settings for the prompts to come.
 
@@ -159,7 +128,7 @@ class Llama(llama_cpp.Llama):
             if config is not None:
                 self._dge_enable(config)
             elif self._dge_on:
-                if self.n_tokens > 0 and _native.seq_stats(self.ctx, _SEQ).state == "cut":
+                if self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut":
                     self._dge_clear()
                 _native.disable(self.ctx)
                 self._dge_on = False
@@ -178,12 +147,12 @@ class Llama(llama_cpp.Llama):
         """What the last cut did and what the cache holds now; None before any prompt and where eviction is off."""
         if not self._dge_on or self.ctx is None or self.n_tokens == 0:
             return None
-        stats = _native.seq_stats(self.ctx, _SEQ)
+        stats = _native.seq_stats(self.ctx, SEQ)
         if stats.error is None and self._dge_arm_error is not None:
             stats = dataclasses.replace(stats, error=self._dge_arm_error)
         if stats.state == "cut":
             rows = tuple(
-                tuple(_native.n_kept(self.ctx, _SEQ, layer, head) for head in range(_native.n_head_kv(self.ctx, layer)))
+                tuple(_native.n_kept(self.ctx, SEQ, layer, head) for head in range(_native.n_head_kv(self.ctx, layer)))
                 for layer in self.dge_layers
             )
             stats = dataclasses.replace(stats, rows_by_head=rows)
@@ -227,7 +196,7 @@ class Llama(llama_cpp.Llama):
         n_head = _native.n_head_kv(self.ctx, layer)
         if head not in range(n_head):
             raise ValueError(f"head={head!r}: layer {layer} has the KV heads 0 .. {n_head - 1}")
-        return _native.kept(self.ctx, _SEQ, layer, head)
+        return _native.kept(self.ctx, SEQ, layer, head)
 
     def evict(self) -> bool:
         """Cut the cache now. For code that calls `eval` and `sample` itself; `generate` cuts without it.
@@ -251,7 +220,7 @@ class Llama(llama_cpp.Llama):
         if self._dge_text_end < self.n_tokens:
             raise RuntimeError("evict: a prompt with images or audio cannot be cut")
         with self._dge_turns.look():
-            return _native.seq_cut(self.ctx, _SEQ)
+            return _native.seq_cut(self.ctx, SEQ)
 
     # the stock methods that must know about a cut
 
@@ -275,21 +244,6 @@ class Llama(llama_cpp.Llama):
             return
         with self._dge_turns.call():
             self._dge_eval(tokens)
-
-    def _dge_eval(self, tokens: Sequence[int]) -> None:
-        start = self.n_tokens
-        # n_tokens was moved back, by the caller or for a prefix: the stock method ignores that rows were missing there
-        if 0 < start < self._dge_text_end and start <= _native.seq_stats(self.ctx, _SEQ).boundary:
-            before = self._input_ids.tolist()
-            start = self._dge_restore(start)
-            tokens = before[start:] + list(tokens)
-        try:
-            super().eval(tokens)
-        except BaseException:
-            self._dge_clear()  # some of the batch may be in the cache, and a cut may have been due in it
-            raise
-        if start <= self._dge_text_end:
-            self._dge_text_end = self.n_tokens
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt; parameters as in llama_cpp.Llama.generate.
@@ -325,107 +279,6 @@ class Llama(llama_cpp.Llama):
                 self._dge_last_token = token
             sent = yield token
 
-    @contextlib.contextmanager
-    def _dge_without_proposals(self, on: bool) -> Iterator[None]:
-        """Leave the draft model out: its tokens would take the place of queries that the cut needs."""
-        draft_model = self.draft_model
-        if on:
-            self.draft_model = None
-        try:
-            yield
-        finally:
-            self.draft_model = draft_model
-
-    def _dge_prepare(self, tokens: list[int], reset: bool) -> None:
-        """Decide, before a prompt is evaluated, how much of the cache it may build on."""
-        self._dge_arm_error = None
-        if self.n_tokens == 0:
-            return
-        state = _native.seq_stats(self.ctx, _SEQ).state
-        if state == "armed":
-            _native.seq_disarm(self.ctx, _SEQ)
-        if not reset:
-            return
-
-        n = min(self.n_tokens, len(tokens))
-        same = self._input_ids[:n] == np.asarray(tokens[:n], dtype=np.intc)
-        match = n if same.all() else int(np.argmin(same))
-        if self._dge_text_end < match == self.n_tokens == len(tokens):
-            return  # a chat handler put images into the cache and hands over the whole prompt
-
-        if state == "cut":
-            config = self._dge_config_in_force
-            if config.new_turn == "append":
-                # the stock class reuses the prefix where the library can remove what follows it, and starts over
-                # through reset() where it cannot
-                return
-            # The prompt is what the cache holds, or that and the last token of the answer, which is not in the cache
-            # yet: nothing new is asked, the answer goes on.
-            rest = tokens[match:]
-            if match == self.n_tokens and rest in ([], [self._dge_last_token]):
-                return
-            match = self._dge_restore(match)
-
-        # The scores need the queries of the prompt's last tokens, which were not kept if those came in an older prompt.
-        reuse = max(0, _native.seq_reuse(self.ctx, _SEQ, len(tokens), min(match, self._dge_text_end)))
-        if reuse < match:
-            self.n_tokens = reuse
-            self._requires_eval = True
-
-    def _dge_restore(self, n_match: int) -> int:
-        """Make a cut sequence whole again. Returns how many of the first n_match tokens it holds now."""
-        n = 0
-        if self._dge_config_in_force.new_turn == "restore" and n_match > 0:
-            try:
-                n = _native.seq_restore(self.ctx, _SEQ, n_match)
-            except _native.DGEError as error:
-                self._dge_warn("restore", f"the prompt is evaluated from its start: {error}")
-        if n == 0:
-            self._dge_clear()
-            return 0
-        logger.debug("%d parked rows are back", n)
-        self.n_tokens = n
-        self._requires_eval = True
-        self._dge_text_end = min(self._dge_text_end, n)
-        return n
-
-    def _dge_arm(self) -> int | None:
-        """State that the prompt is complete. Returns the number of tokens at which a cut will have been made."""
-        if _native.seq_stats(self.ctx, _SEQ).state == "cut":
-            return None
-        if self._dge_text_end < self.n_tokens:
-            self._dge_arm_error = "the prompt has images or audio"
-            self._dge_warn("images", "a prompt with images or audio is not cut")
-            return None
-        status = _native.seq_arm(self.ctx, _SEQ, self.n_tokens)
-        if status < 0:
-            self._dge_arm_error = _native.status_text(status)
-            self._dge_warn("arm", f"this prompt is not cut: {self._dge_arm_error} (status {status})")
-        if status != _native.OK:
-            return None
-        return self.n_tokens + self._dge_config_in_force.draft_tokens
-
-    def _dge_report(self) -> None:
-        stats = _native.seq_stats(self.ctx, _SEQ)
-        if stats.error is not None:
-            self._dge_warn("cut", f"the cut failed and the answer goes on with the full cache: {stats.error}")
-        logger.debug("%s", stats)
-
-    @property
-    def _dge_config_in_force(self) -> DGEConfig:
-        if self.dge_config is None:
-            raise RuntimeError("eviction is off")
-        return self.dge_config
-
-    def _dge_clear(self) -> None:
-        """Empty the sequence, so that neither a cut nor half a batch is left of it."""
-        if self._ctx.memory is not None:
-            llama_cpp.llama_memory_clear(self._ctx.memory, False)
-        self.n_tokens = 0
-        self._requires_eval = True
-        self._dge_text_end = 0
-        self._dge_arm_error = None
-
     # requests: one at a time, other threads wait
 
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
@@ -455,7 +308,7 @@ class Llama(llama_cpp.Llama):
             state = super().save_state()
         if self._dge_on:
             state.dge = {  # type: ignore[attr-defined]
-                "cut": self.n_tokens > 0 and _native.seq_stats(self.ctx, _SEQ).state == "cut",
+                "cut": self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut",
                 "text_end": self._dge_text_end,
                 "last_token": self._dge_last_token,
                 "model": _native.fingerprint(self.ctx),
@@ -487,7 +340,7 @@ class Llama(llama_cpp.Llama):
                 if self._dge_on:
                     state = self._dge_fitted(state)
                 super().load_state(state)
-                if self._dge_on and llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, _SEQ) + 1 < state.n_tokens:
+                if self._dge_on and llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, SEQ) + 1 < state.n_tokens:
                     raise RuntimeError(f"load_state: the state does not hold the {state.n_tokens} tokens that it names")
             except BaseException:
                 self._dge_clear()
