@@ -210,8 +210,8 @@ def test_a_long_answer(zoo: Zoo, report: Callable[[str], None], refresh: int | s
         f"{rss[1] / MIB:.1f} -> {rss[-1] / MIB:.1f} MiB, parked {stats.bytes_parked / MIB:.1f} MiB"
     )
     # The median is that of a step without a choice, which reads 256 rows at the beginning as at the end. Half as much
-    # again is for a machine that does something else, too; attention over all rows would be eight times the rows. "auto"
-    # looks at the parked keys after every token, in a model this small at those of all layers instead of a few.
+    # again is for a machine that does something else, too; attention over all rows would be eight times the rows.
+    # "auto" looks at the parked keys after every token, in a model this small at those of all layers, not of a few.
     assert end <= (1.5 if refresh == 4 else 2.5) * first, (first, end)
     # Scratch memory of a choice grows with the rows it chooses from, and stores grow by a quarter at a time: what is
     # parked here is 7 MiB.
