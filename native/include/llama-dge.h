@@ -189,7 +189,7 @@ struct llama_dge_seq_info {
 
 // bytes that a context uses, over all devices
 struct llama_dge_memory_info {
-    int64_t weights;
+    int64_t weights; // tensors of the model, each once
     int64_t kv;      // buffers of the cache that can be cut, as they are now
     int64_t kv_max;  // ... at their full size
     int64_t other;   // other memory of the context: sliding-window caches, recurrent states

@@ -446,9 +446,13 @@ void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_mem
     *info = {};
 
     for (const auto & [buft, data] : ctx->memory_breakdown()) {
-        info->weights += data.model;
         info->other += data.context;
         info->compute += data.compute;
+    }
+
+    // each once: the CPU keeps some a second time, in an order of its own, beside the file that is mapped
+    for (const auto & [name, t] : ctx->get_model().tensors_by_name) {
+        info->weights += ggml_nbytes(t);
     }
 
     const auto * kv = llama_dge::get_kv(*ctx);

@@ -101,7 +101,7 @@ class DGEMemory:
     Parameters
     ----------
     weights
-        The model.
+        The model's tensors, each once. Where the file is mapped, the CPU backend may keep some of them a second time.
     kv, kv_max
         Buffers of the cache that can be cut, as they are and at their full size.
     other
