@@ -19,14 +19,15 @@ import llama_dge
 undo = llama_dge.patch_llama_cpp()
 import llama_cpp, llama_cpp.llama
 from llama_cpp import Llama
+assert llama_dge.Llama.__mro__[2].__module__ == "llama_cpp.llama"
 assert Llama is llama_cpp.llama.Llama is llama_dge.Llama
 again = llama_dge.patch_llama_cpp()
 assert llama_cpp.Llama is llama_dge.Llama
 undo()
-assert llama_cpp.Llama is llama_cpp.llama.Llama is llama_dge.Llama.__base__
+assert llama_cpp.Llama is llama_cpp.llama.Llama is llama_dge.Llama.__mro__[2]
 assert llama_cpp.Llama is not llama_dge.Llama
 again(); undo()
-assert llama_cpp.Llama is llama_dge.Llama.__base__
+assert llama_cpp.Llama is llama_dge.Llama.__mro__[2]
 """)
     assert done.returncode == 0, done.stderr
 
