@@ -537,3 +537,15 @@ def test_settings_that_change_between_two_choices(new_context: ContextFactory) -
         decode_each(context, tokens[160 + WINDOW - 1 : 190])
     assert context.info()["n_refresh"] > n_refresh + 5
     assert not [line for line in lines if "goes on" in line]
+
+
+def test_a_restore_does_not_choose_first(new_context: ContextFactory) -> None:
+    """A choice is due at the moment of the restore: it would copy and score rows that are going to be dropped."""
+    context = new_context("g2", dge=recall(1))
+    tokens = tokens_of(300, 24)
+    prefill_and_arm(context, tokens[:150])
+    decode_each(context, tokens[150:160])
+    # the first allocation of a choice would fail, and say so
+    with driver.failing_alloc(1), driver.captured_log() as lines:
+        assert context.restore(1000) == 151
+    assert not [line for line in lines if "goes on" in line]

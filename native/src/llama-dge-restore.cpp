@@ -220,7 +220,10 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     const uint32_t strm = kv.seq_to_stream[seq_id];
 
-    // copies of streams and shifts that wait for the next decode would meet other rows
+    // copies of streams and shifts that wait for the next decode would meet other rows; a choice among rows that go is
+    // not worth its time
+    seqs[seq_id].n_checked = kv.seq_pos_max(seq_id) + 1;
+
     lctx.sched_reserve();
     lctx.memory_update(false);
 
@@ -243,7 +246,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     const uint32_t n_rows = cells_used(strm, seq_id) + n;
 
-    if (!(elastic ? grow(n_rows) : true) || n_rows > kv.get_size()) {
+    if ((elastic && !grow(n_rows)) || n_rows > kv.get_size()) {
         return LLAMA_DGE_ERR_MEMORY;
     }
 
@@ -281,9 +284,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     }
 
     for (const uint32_t cell : own) {
-        if (kv_cells.seq_rm(cell, seq_id)) {
-            // free now
-        }
+        kv_cells.seq_rm(cell, seq_id);
     }
     for (int32_t i = 0; i < n; ++i) {
         kv_cells.pos_set(cells[i], i);

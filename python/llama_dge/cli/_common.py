@@ -212,7 +212,7 @@ def dge_config(default: DGEConfig, given: dict[str, Any]) -> DGEConfig:
     """Change settings; raises CLIError."""
     try:
         return dataclasses.replace(default, **given)
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         raise CLIError(str(error)) from error
 
 
