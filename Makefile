@@ -28,7 +28,7 @@ ARGS    := $(VENV)/.cmake-args
 
 PY_FILES     := $(shell find python -type f -not -name '*.pyc')
 PACKAGE_DEPS := pyproject.toml CMakeLists.txt LICENSE README.md $(wildcard cmake/*.cmake patches/UPSTREAM patches/*.patch \
-	scripts/*.py native/CMakeLists.txt native/include/* native/src/* native/src/*/* models/*.toml) $(PY_FILES)
+	scripts/*.py native/CMakeLists.txt native/include/* native/src/* native/src/*/* native/ggml/* native/ggml/*/* models/*.toml) $(PY_FILES)
 
 .PHONY: help setup demo test lint format patches bench
 help:
