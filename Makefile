@@ -38,7 +38,7 @@ help:
 	@echo 'make lint      ruff, mypy, clang-format'
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
-	@echo 'make bench     speed ratios against stock and against dge off'
+	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
 	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, sweep, clean'
 
 # --- environment
@@ -167,10 +167,11 @@ patches-refresh:
 patches-check:
 	$(PYTHON) scripts/upstream.py check
 
-# e.g. make bench BENCH_ARGS=--quick
-BENCH_ARGS ?=
+# e.g. make bench BENCH_ARGS=--quick; beside the stock llama-cpp-python that make test-stock built, if it did
+BENCH_ARGS  ?=
+BENCH_STOCK ?= $(or $(LLAMA_DGE_STOCK_PYTHON),$(wildcard build/stock-venv/bin/python))
 bench: setup
-	$(PY) -m bench $(BENCH_ARGS)
+	$(BIN)/llama-dge bench --json build/bench.json $(if $(BENCH_STOCK),--stock $(BENCH_STOCK)) $(BENCH_ARGS)
 
 # what policies and uneven budgets cost, e.g. make bench-policies BENCH_ARGS=--quick
 .PHONY: bench-policies bench-select bench-memory

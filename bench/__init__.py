@@ -1,1 +1,1 @@
-"""Speed and memory of a cut, as ratios of paired runs: ``python -m bench --help``, docs/benchmarks.md."""
+"""Benchmarks of single parts, beside ``llama-dge bench``: ``python -m bench.memory --help``, docs/benchmarks.md."""

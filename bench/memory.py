@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from llama_dge import Llama, __version__
+from llama_dge.benchmark.workers import BenchError
 
-from .__main__ import ROOT, model_file, say
-from .measure import BenchError
+from ._common import ROOT, model_file, say
 
 PARKS = ("off", "ram", "disk")
 MIB = 2**20

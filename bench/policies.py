@@ -20,7 +20,7 @@ from typing import Any
 
 from llama_dge import Llama
 
-from .__main__ import ROOT, model_file, say
+from ._common import ROOT, model_file, say
 
 H2O = {"policy": "h2o", "scores": "policy"}
 UNEVEN: dict[str, dict[str, Any]] = {

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_dge import Llama, __version__
+from llama_dge.benchmark.workers import BenchError
 
-from .__main__ import ROOT, model_file, say
-from .measure import BenchError
+from ._common import ROOT, model_file, say
 
 if TYPE_CHECKING:
     from llama_cpp import LlamaState

@@ -1,26 +1,31 @@
-"""The benchmark: its arithmetic on made-up times, and one small run of the whole."""
+"""``llama-dge bench``: its arithmetic on made-up times, and small runs of the whole."""
 
 from __future__ import annotations
 
+import copy
 import json
-import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import measure, report  # noqa: E402
+from llama_dge import DGEConfig
+from llama_dge.benchmark import measure, report, workers
+from llama_dge.cli import main
+from llama_dge.cli.bench import stock_python
 
 if TYPE_CHECKING:
     from conftest import Zoo
 
-PLAN = {"block": 4, "blocks": 2}
+PLAN = {"chunk": 100, "blocks": 2, "block": 4}
+ARM = "snapkv:k=2,budget=512"
+NAMES = ("stock", "full", ARM)
 
 
 def both(*seconds: float) -> list[list[float]]:
@@ -29,75 +34,137 @@ def both(*seconds: float) -> list[list[float]]:
 
 
 def made_up_round(**changes: Any) -> dict[str, Any]:
-    """Arm "off" runs at speed 1, stock at 2 (prefill) and 0.5 (decode); the cut took 3 seconds."""
+    """The full cache is half as fast as stock in the prefill and twice as fast in decoding; the cut took 3 seconds."""
+    memory = {"rss": 40 * 2**20, "peak_rss": 50 * 2**20}
+    ours = {**memory, "kv": 8 * 2**20, "parked": 0}
+    cut = {**ours, "kv": 2 * 2**20, "rss": 33 * 2**20}
     round_ = {
         "context": 8192,
-        "prefill": {"stock": both(0.5, 1), "off": both(1, 2), "dge": both(1, 4)},
-        "decode": {"stock": both(8, 8), "off": both(4, 4), "dge": both(2, 2)},
-        "fresh": {"off": both(2, 2), "dge": both(2, 2.5)},
-        # a step on the full cache is 4/4 = 1 s and one after the cut 2/4 = 0.5 s
-        "draft": {"dge": both(1, 3.5)},
-        "cut": {"seconds": 2.5, "rows_before": 8193, "rows_after": 513, "bytes_before": 8193, "bytes_after": 513},
-        "peak_rss": {"stock": None, "off": 2**20, "dge": 2**21},
+        "prefill": {"stock": both(0.5, 1), "full": both(1, 2), ARM: both(1, 4)},
+        "before": {"stock": both(8, 8), "full": both(4, 4), ARM: both(4, 5)},
+        "draft": {"stock": [], "full": [], ARM: both(1.25)},
+        # a step after the cut is 2/4 = 0.5 s
+        "cut_steps": {"stock": both(2, 2, 2), "full": both(1, 1, 1), ARM: both(3, 1, 0.5)},
+        "cut": {
+            ARM: {
+                "budget": 512,
+                "seconds": 2.5,
+                "seconds_score": 1.5,
+                "seconds_select": 0.25,
+                "seconds_compact": 0.75,
+                "rows_before": 8193,
+                "rows_after": 513,
+                "bytes_before": 8193 * 1024,
+                "bytes_after": 513 * 1024,
+            }
+        },
+        "decode": {"stock": both(8, 8), "full": both(4, 4), ARM: both(2, 2)},
+        "end": {ARM: {"rows": 523, "n_refresh": 0}},
+        "fresh": {"512": {"full": both(2, 2), ARM: both(2, 2.5)}},
+        "memory": {
+            "stock": dict.fromkeys(("loaded", "before", "after"), memory),
+            "full": dict.fromkeys(("loaded", "before", "after"), ours),
+            ARM: {"loaded": ours, "before": ours, "after": cut},
+        },
     }
-    return {**round_, **changes}
+    return copy.deepcopy({**round_, **changes})
 
 
-def made_up_result(*rounds: dict[str, Any]) -> dict[str, Any]:
-    arms = {name: {"system": "AVX2 = 1"} for name in ("stock", "off", "dge")}
+def made_up_result(*rounds: dict[str, Any], **dge: Any) -> dict[str, Any]:
+    arms: dict[str, Any] = {name: {"system": "AVX2 = 1", "dge": None} for name in NAMES}
+    arms[ARM]["dge"] = asdict(DGEConfig(budget=512, **dge))
     return {"rounds": list(rounds), "plan": PLAN, "settings": {"n_threads": 1}, "arms": arms}
 
 
+def without_stock() -> dict[str, Any]:
+    round_ = made_up_round()
+    for phase in ("prefill", "before", "draft", "cut_steps", "decode", "memory"):
+        del round_[phase]["stock"]
+    result = made_up_result(round_)
+    del result["arms"]["stock"]
+    return result
+
+
 def test_ratios() -> None:
-    found = report.ratios([made_up_round()], PLAN)
+    found = report.ratios([made_up_round()], ARM, 4)
     assert found == {
-        "prefill_off_stock": 0.5,
-        "decode_off_stock": 2.0,
-        "prefill_armed_off": pytest.approx(0.75),  # pairs 1 and 0.5
-        "decode_cut_fresh": pytest.approx(0.9),  # pairs 1 and 0.8
-        "cut_prefill": pytest.approx(3 / 5),
-        "cut_prefill_stats": pytest.approx(2.5 / 5),
-        "decode_cut_full": 2.0,
+        "prefill": pytest.approx(0.75),  # pairs 1 and 0.5
+        "before": pytest.approx(0.9),  # pairs 1 and 0.8
+        "after": 2.0,
+        "fresh": pytest.approx(0.9),  # pairs 1 and 0.8
+        "cut": pytest.approx(2.5 / 5),
+        "cut_outside": pytest.approx((4.5 - 3 * 0.5) / 5),
     }
-    assert list(found) == [line.key for line in report.LINES]
+    assert list(found) == [ratio.key for ratio in report.RATIOS]
+    assert report.stock_ratios([made_up_round()]) == {"prefill": 0.5, "decode": 2.0}
 
 
-def test_one_bad_round_does_not_move_the_median() -> None:
-    disturbed = made_up_round(decode={"stock": both(8, 8), "off": both(400, 4), "dge": both(2, 2)})
-    found = report.ratios([made_up_round(), disturbed, made_up_round()], PLAN)
-    assert found["decode_off_stock"] == 2.0
+def test_figures() -> None:
+    slow = made_up_round(prefill={"stock": both(1), "full": both(1), ARM: both(19)})
+    fast = made_up_round(prefill={"stock": both(1), "full": both(1), ARM: both(1)})
+    found = report.figures([made_up_round(), slow, fast], ARM, PLAN)
+    # 8,192 tokens, of which 8 are read one by one, in 5 s: the median of 19, 5 and 1
+    assert found["tokens_per_second"] == {"prefill": (8192 - 8) / 5, "before": pytest.approx(4 / 4.5), "after": 2.0}
+    assert found["seconds"] == {"draft": 1.25, "score": 1.5, "select": 0.25, "compact": 0.75, "cut_outside": 3.0}
+    assert found["rows"] == [8193, 513, 523] and found["bytes"] == [8193 * 1024, 513 * 1024]
+    assert found["memory"]["after"]["rss"] == 33 * 2**20 and found["peak_rss"] == 50 * 2**20
+    full = report.figures([made_up_round()], "full", PLAN)
+    assert full["tokens_per_second"]["after"] == 1.0 and "seconds" not in full
+
+
+def test_one_bad_turn_does_not_move_the_median() -> None:
+    decode = {"stock": both(8, 8), "full": both(400, 4), ARM: both(2, 2)}
+    rounds = [made_up_round(), made_up_round(decode=decode), made_up_round()]
+    assert report.ratios(rounds, ARM, 4)["after"] == 2.0
+
+
+def test_both_clocks_are_told_apart() -> None:
+    decode = {"stock": both(8, 8), "full": [[4, 1], [4, 1]], ARM: both(2, 2)}
+    (one,) = report.summary(made_up_result(made_up_round(decode=decode)))
+    assert one["arms"][ARM]["ratios"]["after"] == 2.0
+    assert one["arms"][ARM]["ratios_cpu_time"]["after"] == 0.5
+
+
+def row_of(text: str, head: str, name: str) -> list[str]:
+    """Cells of an arm in the table that begins with `head`."""
+    lines = text[text.index(f"\n{head}") + 1 :].split("\n\n")[0].splitlines()
+    (line,) = [line for line in lines if line.startswith(name)]
+    return re.split(r"  +", line)[1:]
+
+
+def test_tables() -> None:
+    text = report.table(made_up_result(made_up_round()))
+    assert "8,192 tokens, the last 8 of them read one by one" in text
+    speeds = row_of(text, "tokens/s", ARM)
+    assert speeds == ["1,636.8", "0.9", "2.0", "1.2500", "1.5000", "0.2500", "0.7500", "8,193 -> 513"]
+    assert row_of(text, "tokens/s", "full")[:4] == ["2,728.0", "1.0", "1.0", "-"]
+    ratios = row_of(text, "ratio", ARM)
+    assert ratios == ["0.750 MISSED", "0.900", "2.000", "0.900 MISSED", "0.500 MISSED", "0.600 MISSED"]
+    assert "full / stock: prefill 0.500 MISSED (wanted >= 0.98), decode 2.000 ok (wanted >= 0.98)" in text
+    assert row_of(text, "MiB", ARM) == ["8.0 -> 0.5", "8.0 -> 2.0", "0.0", "40.0 -> 33.0", "50.0"]
+    assert row_of(text, "MiB", "stock") == ["-", "-", "-", "40.0 -> 40.0", "50.0"]
+
+
+def test_targets_that_are_not_an_arms_own() -> None:
+    # choices while decoding have a price, H2O's sums have one in the prefill; short prompts make the cut look dear
+    refresh = report.table(made_up_result(made_up_round(), refresh=4))
+    assert row_of(refresh, "ratio", ARM)[3] == "0.900"
+    h2o = report.table(made_up_result(made_up_round(), policy="h2o", scores="policy"))
+    assert row_of(h2o, "ratio", ARM)[0] == "0.750"
+    short = report.table(made_up_result(made_up_round(context=1024)))
+    assert row_of(short, "ratio", ARM)[4:] == ["0.500", "0.600"]
 
 
 def test_without_stock_nothing_is_called_passed() -> None:
-    times = made_up_round()
-    for phase in ("prefill", "decode"):
-        del times[phase]["stock"]
-    result = made_up_result(times)
-    del result["arms"]["stock"]
-    assert report.ratios([times], PLAN)["decode_off_stock"] is None
-    text = report.table(result)
-    assert text.count("not measured") == 3
-    assert "LLAMA_DGE_STOCK_PYTHON" in text
-
-
-def test_table_tells_what_is_missed() -> None:
-    text = report.table(made_up_result(made_up_round()))
-    lines = {line.title: next(row for row in text.splitlines() if row.startswith(line.title)) for line in report.LINES}
-    assert lines["prefill speed, dge off / stock"].endswith("MISSED")
-    assert lines["decode speed, dge off / stock"].endswith("ok")
-    assert lines["seconds, cut (from outside) / its prefill"].endswith("0.600 MISSED")
-    assert "8,193 -> 513 rows" in text
-
-
-def test_short_prompts_have_no_target_for_the_cut() -> None:
-    text = report.table(made_up_result(made_up_round(context=1024)))
-    row = next(row for row in text.splitlines() if row.startswith("seconds, cut (from outside)"))
-    assert row.endswith("0.600")
+    text = report.table(without_stock())
+    assert "full / stock: not measured" in text and " ok" not in text
+    (one,) = report.summary(without_stock())
+    assert one["full_over_stock"] is None
 
 
 def test_a_busy_machine_is_told() -> None:
-    busy = {arm: [[1.0, 0.5]] for arm in ("stock", "off", "dge")}
-    result = made_up_result(made_up_round(prefill=busy, decode=busy, fresh=busy))
+    busy = {arm: [[1.0, 0.5]] for arm in NAMES}
+    result = made_up_result(made_up_round(prefill=busy, before=busy, decode=busy))
     assert "NOT a quiet machine" in report.table(result)
     assert "NOT a quiet machine" not in report.table(made_up_result(made_up_round()))
 
@@ -115,8 +182,25 @@ def test_pairs_must_match() -> None:
 
 
 def test_turns_go_both_ways() -> None:
-    assert list(measure.turns(["a", "b"], 3)) == [["a", "b"], ["b", "a"], ["a", "b"]]
-    assert list(measure.turns(["a", "b"], 1, first=1)) == [["b", "a"]]
+    assert list(workers.turns(["a", "b"], 3)) == [["a", "b"], ["b", "a"], ["a", "b"]]
+    assert list(workers.turns(["a", "b"], 1, first=1)) == [["b", "a"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state": "full"}, 'was not cut: its state is "full"'),
+        ({"error": "no memory"}, "was not cut: no memory"),
+        ({"rows_after": 600}, "1001 -> 600 rows is not a cut of 1001 rows to 512 .. 513"),
+        ({"rows_after": 511}, "1001 -> 511 rows"),
+        ({"rows_before": 1000}, "1000 -> 513 rows is not a cut of 1001 rows"),
+    ],
+)
+def test_a_cut_that_was_none_is_an_error(changes: dict[str, Any], message: str) -> None:
+    good = {"state": "cut", "error": None, "budget": 512, "rows_before": 1001, "rows_after": 513}
+    measure.check_cut("a", DGEConfig(budget=512), good, 1000)
+    with pytest.raises(workers.BenchError, match=re.escape(message)):
+        measure.check_cut("a", DGEConfig(budget=512), {**good, **changes}, 1000)
 
 
 def test_the_lock_lets_others_in(tmp_path: Path) -> None:
@@ -130,7 +214,7 @@ def test_the_lock_lets_others_in(tmp_path: Path) -> None:
                 return False
             return True
 
-    lock = measure.Lock(tmp_path / "lock", at_most=0.0)
+    lock = workers.Lock(tmp_path / "lock", at_most=0.0)
     lock.take()
     assert not is_free()
     with ThreadPoolExecutor(1) as pool:
@@ -143,56 +227,121 @@ def test_the_lock_lets_others_in(tmp_path: Path) -> None:
     assert is_free()
 
 
-def run_bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    # the library under test reaches the workers through the environment, where it is set
-    env = {**os.environ, **environment}
-    return subprocess.run(
-        [sys.executable, "-m", "bench", *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False
-    )
+Bench = Callable[..., tuple[int, str, str]]
 
 
-def test_whole_run_on_a_tiny_model(zoo: Zoo, tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
-    done = run_bench(
-        "--quick", "--model", str(zoo["g2"].path), "--contexts", "300", "--budget", "64", "--json", str(out)
-    )
-    assert done.returncode == 0, done.stderr
+@pytest.fixture
+def bench(zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Runs the command on a tiny model, without stock."""
+    monkeypatch.delenv("LLAMA_DGE_STOCK_PYTHON", raising=False)
+
+    def run(*args: str, model: str | None = None) -> tuple[int, str, str]:
+        status = main(["bench", model or str(zoo["g2"].path), "--quick", *args])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
+
+
+def test_run(bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "new folder" / "bench.json"
+    arms = ["dge:k=2", "snapkv:k=1,scores=policy,budget=0.25", "dge:k=3,refresh=4", "pyramidkv:k=1,scores=policy"]
+    status, printed, told = bench("--contexts", "900", "600", "--arms", *arms, "--budgets", "64", "--json", str(out))
+    assert status == 0
+    assert "600 tokens, round 1" in told and "900 tokens, round 1" in told
+
     result = json.loads(out.read_text(encoding="utf-8"))
-    (found,) = result["summary"]
-    assert found["rows"] == [301, 65]
-    assert found["bytes"][0] / found["bytes"][1] == pytest.approx(301 / 65)
-    assert found["ratios"]["decode_cut_fresh"] > 0
-    assert found["ratios"]["cut_prefill_stats"] > 0
-    assert "301 -> 65 rows" in done.stdout
-    (round_,) = result["rounds"]
-    assert len(round_["prefill"]["off"]) == len(round_["prefill"]["dge"]) == 3  # chunks of 128
+    assert [one["context"] for one in result["summary"]] == [600, 900]
+    names = ["full", *(name for name in result["arms"] if name != "full")]
+    assert list(result["summary"][0]["arms"]) == names and len(names) == 5
+    for one, round_ in zip(result["summary"], result["rounds"]):
+        n = one["context"]
+        assert all(len(round_["prefill"][name]) == -(-(n - 32) // 128) for name in names)
+        assert all(len(round_[phase][name]) == 4 for phase in ("before", "decode") for name in names)
+        # the times of a step are those of a step, not of a block
+        assert all(len(round_["cut_steps"][name]) == 1 + measure.SETTLE for name in names)
+        even = one["arms"]["snapkv:k=2,budget=64"]
+        assert even["rows"] == [n + 1, 65, 65 + 1 + measure.SETTLE + 32]
+        assert even["bytes"][0] / even["bytes"][1] == pytest.approx((n + 1) / 65)
+        assert even["memory"]["after"]["kv"] < even["memory"]["before"]["kv"]
+        share = one["arms"]["snapkv:k=1,scores=policy,budget=0.25"]
+        assert share["rows"][:2] == [n, n // 4]
+        refresh = one["arms"]["snapkv:k=3,refresh=4,budget=64"]
+        assert refresh["n_refresh"] >= 32 // 4 and refresh["rows"][2] <= 64 + 4
+        assert refresh["memory"]["after"]["parked"] > 0
+        assert one["arms"]["pyramidkv:k=1,scores=policy,budget=64"]["rows"][1] > 64
+        for name in names[1:]:
+            assert all(value > 0 for key, value in one["arms"][name]["ratios"].items() if key != "cut_outside")
+        assert set(round_["fresh"]) == {"64", str(n // 4)}
+    assert result["arms"]["full"]["dge"] is None and result["arms"]["snapkv:k=2,budget=64"]["dge"]["elastic"]
+    assert "full / stock: not measured" in printed and "601 -> 65" in printed
+    assert printed.count("tokens, the last 32 of them") == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "no-such-model"], "no such file"),
-        (["--contexts", "64", "--budget", "64"], "must be more than the budget"),
+        (["--contexts", "63"], "--contexts 63 is too short to be measured; take 64 or more"),
+        (["--contexts", "400", "128", "--budgets", "128"], "keeps 128 rows, so nothing would be cut"),
+        (["--arms", "dge:k=0"], "draft_tokens=0"),
+        (["--arms", "lru"], '"lru" is none of full, dge'),
+        (["--arms", "full"], "nothing is compared with it"),
+        (["--budgets", "4"], "window=8"),
     ],
 )
-def test_errors(arguments: list[str], message: str, tmp_path: Path) -> None:
-    done = run_bench(*arguments, "--json", str(tmp_path / "bench.json"))
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_bad_values(bench: Bench, arguments: list[str], message: str) -> None:
+    status, printed, told = bench(*arguments)
+    assert status == 1 and printed == "" and message in told
 
 
-def test_a_wrong_stock_interpreter_is_an_error(zoo: Zoo, tmp_path: Path) -> None:
-    # not there at all, and one that cannot import llama_cpp
-    for python in (str(tmp_path / "python"), "/bin/false"):
-        done = run_bench(
-            "--quick",
-            "--model",
-            str(zoo["one"].path),
-            "--json",
-            str(tmp_path / "b.json"),
-            LLAMA_DGE_STOCK_PYTHON=python,
-        )
-        assert done.returncode == 1
-        assert "arm stock" in done.stderr
-        assert "Traceback" not in done.stderr
+def test_a_model_or_file_that_is_not_there(bench: Bench, tmp_path: Path) -> None:
+    status, _, told = bench(model="no-such-model")
+    assert status == 1 and "no such file" in told
+    status, _, told = bench("--json", str(tmp_path))
+    assert status == 1 and "cannot write" in told
+
+
+@pytest.mark.parametrize("arguments", [["--threads", "0"], ["--contexts", "many"], ["--rounds", "0"]])
+def test_bad_options(bench: Bench, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        bench(*arguments)
+    assert error.value.code == 2
+
+
+def test_a_wrong_stock_interpreter_is_an_error(bench: Bench, tmp_path: Path) -> None:
+    # not there at all, one that cannot import llama_cpp, one whose llama_cpp has no library
+    for python in (str(tmp_path / "python"), "/bin/false", sys.executable):
+        status, printed, told = bench("--stock", python)
+        assert status == 1 and printed == "" and "error: arm stock" in told
+
+
+def test_which_interpreter_is_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import llama_cpp
+
+    monkeypatch.delenv("LLAMA_DGE_STOCK_PYTHON", raising=False)
+    monkeypatch.setattr(llama_cpp, "__file__", str(tmp_path / "__init__.py"))
+    assert stock_python(None) is None
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libllama.so").touch()
+    assert stock_python(None) == sys.executable
+    monkeypatch.setenv("LLAMA_DGE_STOCK_PYTHON", "from-environment")
+    assert stock_python(None) == "from-environment" and stock_python("given") == "given"
+
+
+def test_a_worker_says_what_failed(zoo: Zoo) -> None:
+    with workers.Workers({"full": sys.executable}, workers.Lock()) as some:
+        with pytest.raises(workers.BenchError, match=r"arm full: load: ValueError: Model path does not exist"):
+            some["full"]("load", model="nothing.gguf", dge=None)
+        some["full"]("load", model=str(zoo["g2"].path), dge=None, n_ctx=256)
+        with pytest.raises(workers.BenchError, match="arm full: step: RuntimeError: step before first"):
+            some["full"]("step", n=1)
+        assert some["full"]("stats") is None
+        memory = some["full"]("memory")
+        assert memory["kv"] == memory["kv_max"] > 0
+
+
+def test_help_names_the_defaults() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llama_dge", "bench", "--help"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "dge:k=8,refresh=4" in " ".join(done.stdout.split())

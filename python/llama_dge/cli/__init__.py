@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..models import ModelError
-from . import chat, compare, demo, doctor, estimate, inspect, models, plot, run, serve
+from . import bench, chat, compare, demo, doctor, estimate, inspect, models, plot, run, serve
 from . import eval as evaluation
 from ._common import CLIError
 
@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"llama-dge {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (run, chat, serve, compare, estimate, evaluation, inspect, plot, models, doctor, demo):
+    for module in (run, chat, serve, compare, estimate, evaluation, inspect, plot, bench, models, doctor, demo):
         module.add_parser(commands)
     return parser
 

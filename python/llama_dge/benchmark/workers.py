@@ -1,29 +1,20 @@
-"""Drives the arms so that what is compared is measured side by side.
-
-The noise of a machine lasts for seconds. So the arms take turns every few hundred tokens of prefill and every few
-tokens of decoding, and the order turns round each time (A B, B A, A B, ...): whatever slows one arm down slows its
-partner down as well, and only ratios of neighbours are used.
-"""
+"""The processes that are compared, and the order in which they take turns."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import random
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-Times = list[list[float]]  # [n][wall, CPU] seconds
-
-#: In the order of a first turn. "stock" is left out where there is no stock interpreter.
-STOCK, OFF, DGE = "stock", "off", "dge"
+#: Names of the arms that others are compared with: stock llama-cpp-python, and this package with eviction off.
+STOCK, FULL = "stock", "full"
 
 
 class BenchError(RuntimeError):
@@ -39,12 +30,11 @@ class Worker:
         Of the arm, for messages.
     python
         Interpreter.
-    kind
-        "stock" or "ours".
     """
 
-    def __init__(self, name: str, python: str, kind: str) -> None:
+    def __init__(self, name: str, python: str) -> None:
         self.name = name
+        kind = "stock" if name == STOCK else "ours"
         env = dict(os.environ)
         if kind == "stock":
             # what points at our library or our packages must not reach it
@@ -133,8 +123,8 @@ class Lock:
             self.take()
 
 
-class Arms:
-    """The workers by name, started and ended together.
+class Workers:
+    """A worker for each arm, started and ended together.
 
     Parameters
     ----------
@@ -144,17 +134,17 @@ class Arms:
         Held while a round runs.
     """
 
-    def __init__(self, pythons: dict[str, str], lock: Lock) -> None:
+    def __init__(self, pythons: Mapping[str, str], lock: Lock) -> None:
         self.workers: dict[str, Worker] = {}
         self.lock = lock
         try:
             for name, python in pythons.items():
-                self.workers[name] = Worker(name, python, "stock" if name == STOCK else "ours")
+                self.workers[name] = Worker(name, python)
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> Arms:
+    def __enter__(self) -> Workers:
         return self
 
     def __exit__(
@@ -167,7 +157,7 @@ class Arms:
 
     @property
     def names(self) -> list[str]:
-        """Arms that take part."""
+        """Arms that take part, in the order of a first turn."""
         return list(self.workers)
 
     def turns(self, names: Sequence[str], n: int, first: int) -> Iterator[list[str]]:
@@ -186,117 +176,3 @@ def turns(names: Sequence[str], n: int, first: int = 0) -> Iterator[list[str]]:
     """Yield n orders of the names, turned round each time: A B, B A, A B, ..."""
     for i in range(first, first + n):
         yield list(names) if i % 2 == 0 else list(reversed(names))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one round measures.
-
-    Parameters
-    ----------
-    context
-        Tokens of the prompt.
-    budget
-        Rows that are left of it, and tokens of the fresh prompt that decoding is compared with.
-    draft_tokens
-        k: the cut comes after that many tokens of the answer.
-    chunk
-        Tokens of prefill per turn.
-    blocks, block
-        Turns of decoding, and tokens per turn.
-    """
-
-    context: int
-    budget: int
-    draft_tokens: int
-    chunk: int
-    blocks: int
-    block: int
-
-    @property
-    def n_decode(self) -> int:
-        """Most tokens that an arm decodes in a round."""
-        return self.draft_tokens + 2 * self.blocks * self.block
-
-
-def prompt_tokens(n: int, n_vocab: int) -> list[int]:
-    """Return n token ids, always the same ones. Speed does not depend on what a text says."""
-    draw = random.Random(n)
-    return [draw.randrange(n_vocab) for _ in range(n)]
-
-
-def prefill(arms: Arms, names: Sequence[str], prompt: list[int], chunk: int, first: int) -> dict[str, Times]:
-    """Evaluate a prompt in all arms, chunk by chunk. Returns the times of the chunks."""
-    for name in names:
-        arms[name]("reset", prompt=prompt)
-    times: dict[str, Times] = {name: [] for name in names}
-    starts = range(0, len(prompt), chunk)
-    for start, order in zip(starts, arms.turns(names, len(starts), first)):
-        for name in order:
-            times[name].append(arms[name]("evaluate", start=start, stop=start + chunk))
-    return times
-
-
-def decode(arms: Arms, names: Sequence[str], blocks: int, block: int, first: int) -> dict[str, Times]:
-    """Decode in all arms, block by block. Returns the time of each block."""
-    times: dict[str, Times] = {name: [] for name in names}
-    for order in arms.turns(names, blocks, first):
-        for name in order:
-            steps = arms[name]("step", n=block)
-            times[name].append([sum(step[i] for step in steps) for i in range(2)])
-    return times
-
-
-def run_round(arms: Arms, plan: Plan, n_vocab: int, index: int) -> dict[str, Any]:
-    """Measure everything once.
-
-    Returns
-    -------
-    dict
-        ``prefill``, ``draft`` (the k steps that end with the cut), ``decode`` and ``fresh`` hold times by arm; the
-        rest is what report.py explains.
-
-    Raises
-    ------
-    BenchError
-        An arm failed, or nothing was cut.
-    """
-    load_before = _load()
-    names = arms.names
-    times = prefill(arms, names, prompt_tokens(plan.context, n_vocab), plan.chunk, index)
-    first = {name: arms[name]("first") for name in names}
-    # k - 1 tokens on the full cache, then the one whose decoding starts with the cut
-    draft = {name: arms[name]("step", n=plan.draft_tokens) for name in names}
-    cut = arms[DGE]("stats")["dge"]
-    if cut is None or cut["state"] != "cut" or cut["rows_after"] != plan.budget + plan.draft_tokens - 1:
-        raise BenchError(f"the prompt was not cut as asked: {cut}")
-    decoded = decode(arms, names, plan.blocks, plan.block, index)
-    long_stats = {name: arms[name]("stats") for name in names}
-
-    # a short prompt in the arm without eviction, against the long one that was cut: both goes on from here
-    fresh = [OFF]
-    prefill(arms, fresh, prompt_tokens(plan.budget, n_vocab), plan.chunk, index)
-    arms[OFF]("first")
-    arms[OFF]("step", n=plan.draft_tokens)
-    freshly = decode(arms, [OFF, DGE], plan.blocks, plan.block, index)
-
-    return {
-        "context": plan.context,
-        "round": index,
-        "load_average": [load_before, _load()],
-        "prefill": times,
-        "first": first,
-        "draft": draft,
-        "decode": decoded,
-        "fresh": freshly,
-        "cut": cut,
-        "rows_end": arms[DGE]("stats")["dge"]["rows"],
-        "peak_rss": {name: long_stats[name]["peak_rss"] for name in names},
-    }
-
-
-def _load() -> float | None:
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (AttributeError, OSError):  # Windows
-        return None

@@ -19,6 +19,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 
+def rss() -> int | None:
+    """Return the bytes of this process that are in memory, or None where the system does not tell."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            sizes = [line.split()[1] for line in file if line.startswith("VmRSS:")]
+    except OSError:  # not Linux
+        return None
+    return int(sizes[0]) * 1024 if sizes else None
+
+
 def peak_rss() -> int | None:
     """Return the peak resident set of this process in bytes, or None where the system does not tell."""
     try:
@@ -61,6 +71,12 @@ class Arm:
             "n_vocab": self._llm.n_vocab(),
         }
 
+    def warm_up(self, n: int) -> None:
+        """Evaluate some tokens and forget them, so that the first turn does not pay for pages and graphs."""
+        self._llm.eval(list(range(n)))
+        self._llm.eval([0])
+        self.reset([])
+
     def reset(self, prompt: list[int]) -> None:
         """Forget everything and take a new prompt."""
         self._tokens = None
@@ -71,6 +87,14 @@ class Arm:
         """Evaluate a part of the prompt."""
         before = self._now()
         self._llm.eval(self._prompt[start:stop])
+        return self._since(before)
+
+    def read(self, start: int, stop: int) -> list[float]:
+        """Evaluate a part of the prompt as an answer is decoded: one by one, a token sampled each time."""
+        before = self._now()
+        for token in self._prompt[start:stop]:
+            self._llm.eval([token])
+            self._llm.sample(temp=0.0)
         return self._since(before)
 
     def first(self) -> list[float]:
@@ -91,14 +115,15 @@ class Arm:
             times.append(self._since(before))
         return times
 
-    def stats(self) -> dict[str, Any]:
-        """Return what the cache holds and the peak of memory so far."""
+    def stats(self) -> dict[str, Any] | None:
+        """Return what is known of the cut, or None where eviction is off."""
         stats = getattr(self._llm, "dge_stats", None)
-        return {
-            "n_tokens": self._llm.n_tokens,
-            "peak_rss": peak_rss(),
-            "dge": None if stats is None else {**vars(stats), "seconds": stats.seconds},
-        }
+        return None if stats is None else {**vars(stats), "seconds": stats.seconds}
+
+    def memory(self) -> dict[str, int | None]:
+        """Return the bytes in use now, those of stock's cache left out: it does not tell."""
+        memory = getattr(self._llm, "dge_memory", None)
+        return {"rss": rss(), "peak_rss": peak_rss(), **({} if memory is None else vars(memory))}
 
     def _now(self) -> tuple[float, float]:
         self._cpp.llama_synchronize(self._llm.ctx)  # devices work ahead of the host
@@ -111,7 +136,8 @@ class Arm:
 
 def serve(arm: Arm, requests: TextIO, answers: TextIO) -> None:
     """Answer requests until there are no more."""
-    actions = {name: getattr(arm, name) for name in ("load", "reset", "evaluate", "first", "step", "stats")}
+    names = ("load", "warm_up", "reset", "evaluate", "read", "first", "step", "stats", "memory")
+    actions = {name: getattr(arm, name) for name in names}
     for line in requests:
         request = json.loads(line)
         try:
