@@ -104,3 +104,4 @@ def test_hit() -> None:
     assert hit("It is 123456.", ["12345"]) == 0.0
     assert hit("He lives in OSLO!", ["Oslo"]) == 1.0
     assert hit("tinted", ["tin"]) == 0.0
+    assert hit("They are 12345,67890 and 5.", ["12345", "67890", "4", "5"]) == 0.75

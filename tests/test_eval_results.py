@@ -128,7 +128,7 @@ def row(arm: str, prompt: str, score: float, kl: list[float], **more: Any) -> di
         "version": 1, "task": "needle", "set": "numbers", "prompt_id": prompt, "prompt_sha256": prompt, "length": 1024,
         "depth": 0.5, "model": "m", "model_sha256": "m", "arm": arm, "budget": None if arm == "full" else 64,
         "score": score, "score_draft": 0.0, "kl": kl, "same_top": [int(value < 1) for value in kl],
-        "cut": arm != "full", "n_before_cut": 1,
+        "cut": arm != "full", "n_before_cut": 1, "expected": ["x"],
     }  # fmt: skip
     return {**made, **more}
 
@@ -145,6 +145,16 @@ def test_summary() -> None:
     assert "| snapkv:k=1 | 2/3 |" in summary(rows, known=True)
     assert "| 1024 | all | 64 |" in summary(rows, by_set=False)
     assert "| 0.55 | 2/4 |" in summary(rows, depths=True).replace("0.6 |", "0.55 |")
+
+
+def test_summary_of_answers_to_several_questions() -> None:
+    """Their score is the share that was found; they have no depth."""
+    more = {"expected": ["a", "b", "c"], "set": "together", "depth": None}
+    rows = [row("full", f"p{i}", score, [0.0] * 3, **{**more, "score_draft": 1 / 3}) for i, score in enumerate((1, 2 / 3))]
+    rows.append(row("snapkv:k=1,budget=64", "p0", 2 / 3, [0.0] * 3, **{**more, "score_draft": 1 / 3}))
+    text = summary(rows, depths=True)
+    assert "| full | 5/6 | 0.44 .. 0.97 |" in text and "| snapkv:k=1 | 2/3 | 0.21 .. 0.94 | 1 |" in text
+    assert "0.55" not in text
 
 
 def test_summary_of_scores() -> None:

@@ -36,6 +36,7 @@ def row(prompt: str, arm: str, score: float | None, *, task: str = "needle", **m
         "budget": budget,
         "score": score,
         "cut": arm != "full",
+        "expected": ["x"],
         "kl_mean": None if arm == "full" else 0.25,
         **needle,
         **more,

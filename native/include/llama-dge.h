@@ -40,7 +40,7 @@ extern "C" {
 #endif
 
 // changes with every change of a signature or a struct in this file
-#define LLAMA_DGE_ABI_VERSION 5
+#define LLAMA_DGE_ABI_VERSION 6
 
 // return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
 enum llama_dge_status {
@@ -236,6 +236,17 @@ LLAMA_API int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq
 // now? Returns n_match or less, or a negative status.
 LLAMA_API int32_t llama_dge_seq_reuse(
         const struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, int32_t n_match);
+
+// The captured queries of a sequence, which its state does not hold: a state of a sequence that was not cut, put back
+// together with them, can be cut at once, with other settings, too. Returns the bytes; writes them if dst is not NULL and
+// size is enough, else returns 0. 0 where nothing is captured.
+LLAMA_API size_t llama_dge_seq_get_queries(
+        const struct llama_context * ctx, llama_seq_id seq_id, uint8_t * dst, size_t size);
+
+// The same model, LoRA adapters and rows are expected, as for a state. Queries of rows that the sequence does not hold
+// are left out. On an error nothing changed. ERR_DISABLED, ERR_SEQ, ERR_CUT, ERR_SHARED, ERR_PARAMS
+LLAMA_API int32_t llama_dge_seq_set_queries(
+        struct llama_context * ctx, llama_seq_id seq_id, const uint8_t * src, size_t size);
 
 // Put the parked rows back: the sequence holds min(n_match, n_parked) rows afterwards, exactly as before the cut, and
 // is not cut any more. What it decoded after the cut is dropped and has to be evaluated again. Returns the number of

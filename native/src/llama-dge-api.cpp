@@ -406,6 +406,29 @@ int32_t llama_dge_get_kept(
     return LLAMA_DGE_ERR_PARAMS;
 }
 
+size_t llama_dge_seq_get_queries(const struct llama_context * ctx, llama_seq_id seq_id, uint8_t * dst, size_t size) {
+    if (llama_dge_check_seq(ctx, seq_id) != LLAMA_DGE_OK) {
+        return 0;
+    }
+
+    // the graph that stores them may still run
+    const_cast<llama_context *>(ctx)->synchronize();
+
+    return llama_dge_get(ctx)->queries_get(seq_id, dst, size);
+}
+
+int32_t llama_dge_seq_set_queries(
+        struct llama_context * ctx, llama_seq_id seq_id, const uint8_t * src, size_t size) {
+    const int32_t status = llama_dge_check_seq(ctx, seq_id);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
+
+    ctx->synchronize();
+
+    return llama_dge_get(ctx)->queries_set(seq_id, src, size);
+}
+
 int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_match) {
     int32_t res = llama_dge_check_seq(ctx, seq_id);
     if (res != LLAMA_DGE_OK) {

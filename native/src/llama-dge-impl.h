@@ -195,6 +195,13 @@ struct llama_dge {
 
     void capture_drop(llama_seq_id seq_id, llama_pos p0);
 
+    // ascending
+    std::vector<llama_pos> captured_pos(llama_seq_id seq_id) const;
+
+    // see llama_dge_seq_get_queries(), _set_queries()
+    size_t  queries_get(llama_seq_id seq_id, uint8_t * dst, size_t size) const;
+    int32_t queries_set(llama_seq_id seq_id, const uint8_t * src, size_t size);
+
     //
     // cut
     //

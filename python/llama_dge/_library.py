@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
 
 #: LLAMA_DGE_ABI_VERSION of the header that ``_native`` was written against.
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 LIB_PATH_VARIABLE = "LLAMA_DGE_LIB_PATH"
 

@@ -146,6 +146,8 @@ _seq_cut = _bind("llama_dge_seq_cut", ctypes.c_int32, _CTX, _SEQ)
 _seq_reuse = _bind("llama_dge_seq_reuse", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32, ctypes.c_int32)
 _get_seq_info = _bind("llama_dge_get_seq_info", ctypes.c_int32, _CTX, _SEQ, ctypes.POINTER(_SeqInfo))
 _seq_restore = _bind("llama_dge_seq_restore", ctypes.c_int32, _CTX, _SEQ, ctypes.c_int32)
+_seq_get_queries = _bind("llama_dge_seq_get_queries", ctypes.c_size_t, _CTX, _SEQ, ctypes.c_void_p, ctypes.c_size_t)
+_seq_set_queries = _bind("llama_dge_seq_set_queries", ctypes.c_int32, _CTX, _SEQ, ctypes.c_void_p, ctypes.c_size_t)
 _set_elastic = _bind("llama_dge_set_elastic", None, ctypes.c_bool)
 _elastic_cells = _bind("llama_dge_elastic_cells", ctypes.c_int32, ctypes.c_int32, ctypes.c_int32)
 _get_memory = _bind("llama_dge_get_memory", None, _CTX, ctypes.POINTER(_MemoryInfo))
@@ -301,6 +303,22 @@ def seq_reuse(ctx: int, seq: int, n_prompt: int, n_match: int) -> int:
 def seq_restore(ctx: int, seq: int, n_match: int) -> int:
     """Put parked rows back. Returns how many the sequence holds now, 0 where none fit; raises DGEError."""
     return _check("restoring the parked rows", _seq_restore(ctx, seq, n_match))
+
+
+def seq_queries(ctx: int, seq: int) -> bytearray:
+    """Return the captured queries of a sequence, which its state does not hold; empty where there are none."""
+    data = bytearray(_seq_get_queries(ctx, seq, None, 0))
+    if data:
+        buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
+        if _seq_get_queries(ctx, seq, buffer, len(data)) != len(data):
+            raise RuntimeError("the captured queries could not be copied")
+    return data
+
+
+def seq_set_queries(ctx: int, seq: int, data: bytearray) -> None:
+    """Put captured queries back, of the rows that the sequence holds; raises DGEError."""
+    buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
+    _check("putting the captured queries back", _seq_set_queries(ctx, seq, buffer, len(data)))
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .rounding import GGML_TYPES
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 OK, NOTHING_TO_CUT = 0, 1
 ERR_PARAMS, ERR_UNSUPPORTED, ERR_DISABLED, ERR_SEQ, ERR_QUERIES = -1, -2, -3, -4, -5
@@ -155,6 +155,8 @@ def dge_library() -> Any:
         "llama_dge_get_n_head_kv": (i32, [ctx, i32]),
         "llama_dge_get_kept": (i32, [ctx, i32, i32, i32, pos_p, i32]),
         "llama_dge_seq_restore": (i32, [ctx, i32, i32]),
+        "llama_dge_seq_get_queries": (ctypes.c_size_t, [ctx, i32, ctypes.c_void_p, ctypes.c_size_t]),
+        "llama_dge_seq_set_queries": (i32, [ctx, i32, ctypes.c_void_p, ctypes.c_size_t]),
         "llama_dge_set_elastic": (None, [ctypes.c_bool]),
         "llama_dge_is_elastic": (ctypes.c_bool, [ctx]),
         "llama_dge_elastic_cells": (i32, [i32, i32]),
@@ -452,6 +454,18 @@ class Context:
 
     def restore(self, n_match: int, seq: int = 0) -> int:
         return int(dge_library().llama_dge_seq_restore(self.handle, seq, n_match))
+
+    def queries(self, seq: int = 0) -> bytes:
+        lib = dge_library()
+        size = lib.llama_dge_seq_get_queries(self.handle, seq, None, 0)
+        buffer = (ctypes.c_uint8 * max(size, 1))()
+        assert size == 0 or lib.llama_dge_seq_get_queries(self.handle, seq, buffer, size - 1) == 0
+        assert lib.llama_dge_seq_get_queries(self.handle, seq, buffer, size) == size
+        return bytes(buffer[:size])
+
+    def set_queries(self, data: bytes, seq: int = 0) -> int:
+        buffer = (ctypes.c_uint8 * max(len(data), 1)).from_buffer_copy(data or b"\0")
+        return int(dge_library().llama_dge_seq_set_queries(self.handle, seq, buffer, len(data)))
 
     def memory_info(self) -> dict[str, int]:
         info = MemoryInfo()

@@ -155,7 +155,7 @@ def _needle(args: argparse.Namespace) -> int:
         args,
         lambda prompter: [prompt for group in needle_prompts(task, prompter) for prompt in group],
         score=lambda text, prompt: hit(text, prompt.expected),
-        max_tokens=lambda prompt: int(args.max_tokens),
+        max_tokens=lambda prompt: int(args.max_tokens) * len(prompt.expected),
     )
 
 

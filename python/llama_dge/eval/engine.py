@@ -37,8 +37,9 @@ class ArmResult:
     """What one arm did with one prompt.
 
     `kl[t]` and `same[t]` compare the distribution that follows t tokens of the full cache's answer with the full
-    cache's own; `kl[0]` is always 0. Those from `n_before_cut` on come from what the cut left.
-    Seconds are wall-clock time, `cpu_seconds` that of the process for the whole arm. `decode_seconds` holds the
+    cache's own; they are 0 up to `n_before_cut`, those after it come from what the cut left.
+    Seconds are wall-clock time, `cpu_seconds` that of the process for the whole arm. `prefill_seconds` is the time in
+    which the prompt and the draft came to be in the cache, for most arms as a copy. `decode_seconds` holds the
     `n_decoded` steps after the cut, refreshes included.
     """
 
@@ -62,15 +63,30 @@ class ArmResult:
 
 @dataclass
 class _Full:
-    """The full cache's answer, and the distributions along its first tokens."""
+    """The full cache's answer, and the distributions along its first tokens.
+
+    `drafts[n]`: the state of the prompt and the first n tokens of the answer, and the queries captured until then.
+    """
 
     tokens: list[int]
     logits: list[Logits]
+    drafts: dict[int, tuple[Any, bytearray]]
 
 
 def _between(config: DGEConfig) -> int:
     """Return the tokens between two choices, at most."""
     return 64 if isinstance(config.refresh, str) else config.refresh
+
+
+def _capturing(configs: Sequence[DGEConfig]) -> DGEConfig | None:
+    """Return settings that capture all queries that the given ones need."""
+    if not configs:
+        return None
+    window = max(config.window for config in configs)
+    k = max(config.draft_tokens for config in configs)
+    return DGEConfig(
+        scores="both", window=window, budget=window + 1, draft_tokens=k, new_turn="reprefill", elastic=False
+    )
 
 
 class Engine:
@@ -132,43 +148,40 @@ class Engine:
             An arm was not cut as its settings say.
         """
         prompt = list(prompt)
-        windows = [arm.config.window for arm in arms if arm.config is not None]
-        n_tail = max([self._n_tail, *windows])
+        configs = [arm.config for arm in arms if arm.config is not None]
+        n_tail = max([self._n_tail, *(config.window for config in configs)])
         n_head = max(0, len(prompt) - n_tail)
         start = time.perf_counter()
-        self._begin(None)
+        self._begin(_capturing(configs))
         self._read_head(prompt[:n_head], min(shared, n_head))
-        head = self._save()
         self._decode(prompt[n_head:])
         prefill_seconds = time.perf_counter() - start
 
-        result, full = self._run_full(max_tokens, kl_tokens, stop)
+        # drafts come from the full cache, so that each is a beginning of its answer; the step that decodes a draft's
+        # last token is the one that cuts
+        drafts = {arm.config.draft_tokens - 1 for arm in arms if arm.config is not None and not arm.own_prefill}
+        result, full = self._run_full(drafts, max_tokens, kl_tokens, stop)
         result.prefill_seconds = prefill_seconds
         if any(arm.name == FULL for arm in arms):
             yield result
         for arm in arms:
-            if arm.config is None:
-                continue
-
-            def prepare(arm: Arm = arm) -> None:
-                self._begin(arm)
-                if arm.own_prefill:
-                    self._decode(prompt)
-                    return
-                if n_head:
-                    self._load(head)
-                self._decode(prompt[n_head:])
-
-            yield self._run_arm(arm, prompt, full, prepare, max_tokens, stop)
+            if arm.config is not None:
+                yield self._run_arm(arm, prompt, full, max_tokens, stop)
         self._begin(None)
 
     # one arm
 
-    def _run_full(self, max_tokens: int, kl_tokens: int, stop: Stop | None) -> tuple[ArmResult, _Full]:
+    def _run_full(
+        self, drafts: set[int], max_tokens: int, kl_tokens: int, stop: Stop | None
+    ) -> tuple[ArmResult, _Full]:
+        """Answer with the full cache, and keep what it is after so many tokens, or at the end if that comes first."""
         tokens: list[int] = []
         compared: list[Logits] = []
+        full = _Full(tokens, compared, {})
         cpu, start = time.process_time(), time.perf_counter()
         while True:
+            if len(tokens) in drafts:
+                self._keep(full, len(tokens))
             logits = self._logits()
             if len(tokens) < kl_tokens:
                 compared.append(logits)
@@ -178,6 +191,8 @@ class Engine:
                 break
             self._decode(tokens[-1:])
         seconds = time.perf_counter() - start
+        if max(drafts, default=0) > len(tokens) - 1:
+            self._keep(full, len(tokens) - 1)
         n_rows = self._n_rows()
         result = ArmResult(
             arm=Arm(FULL, None),
@@ -197,57 +212,66 @@ class Engine:
             prefill_seconds=0.0,
             logits=compared if self._keep_logits else [],
         )
-        return result, _Full(tokens, compared)
+        return result, full
+
+    def _keep(self, full: _Full, n: int) -> None:
+        full.drafts[n] = self._save(), _native.seq_queries(self._ctx, _SEQ)
+
+    def _draft(self, arm: Arm, prompt: list[int], full: _Full, n: int) -> bool:
+        """Make the cache that of the prompt and n tokens of the answer, armed. Returns whether a cut will follow."""
+        self._begin(arm.config)
+        if arm.own_prefill:
+            self._decode(prompt)
+            for token in full.tokens[:n]:
+                self._decode([token])
+        else:
+            state, queries = full.drafts[n]
+            self._load(state)
+            _native.seq_set_queries(self._ctx, _SEQ, queries)
+        return self._arm(len(prompt))
 
     def _run_arm(
-        self,
-        arm: Arm,
-        prompt: list[int],
-        full: _Full,
-        prepare: Callable[[], None],
-        max_tokens: int,
-        stop: Stop | None,
+        self, arm: Arm, prompt: list[int], full: _Full, max_tokens: int, stop: Stop | None
     ) -> ArmResult:
         config = arm.config
         assert config is not None
         n_prompt, k = len(prompt), config.draft_tokens
         cpu, start = time.process_time(), time.perf_counter()
-        prepare()
-        will_cut = self._arm(n_prompt)
+        n_shared = min(k, len(full.tokens))
+        will_cut = self._draft(arm, prompt, full, n_shared - 1)
         prefill_seconds = time.perf_counter() - start
 
         # along the full cache's answer
-        kl: list[float] = []
-        same: list[bool] = []
-        kept = []
-        chosen: list[int] = []
+        n_forced = len(full.logits)
+        kl = [0.0] * min(n_shared, n_forced)
+        same = [True] * len(kl)
+        chosen = full.tokens[: len(kl)]
+        kept = full.logits[: len(kl)]
         seconds, n_decoded = 0.0, 0
         cut: DGEStats | None = None
         cut_at = 0
-        for t, reference in enumerate(full.logits):
-            if t:
-                step = time.perf_counter()
-                self._decode([full.tokens[t - 1]])
-                if t > k:
-                    seconds += time.perf_counter() - step
-                    n_decoded += 1
-                if cut is None and t >= k and will_cut:
-                    cut, cut_at = self._check_cut(arm, n_prompt), t
+        for t in range(n_shared, n_forced):
+            step = time.perf_counter()
+            self._decode([full.tokens[t - 1]])
+            if t > k:
+                seconds += time.perf_counter() - step
+                n_decoded += 1
+            if cut is None and will_cut:
+                cut, cut_at = self._check_cut(arm, n_prompt), t
             logits = self._logits()
             if self._keep_logits:
                 kept.append(logits)
             chosen.append(int(np.argmax(logits)))
             same.append(chosen[-1] == full.tokens[t])
-            kl.append(kl_divergence(log_softmax(reference), log_softmax(logits)) if t else 0.0)
+            kl.append(kl_divergence(log_softmax(full.logits[t]), log_softmax(logits)))
 
         # the arm's own answer: the same up to the first token that differs
-        n_forced = len(full.logits)
         split = same.index(False) if False in same else n_forced - 1
-        tokens = [*full.tokens[:split], chosen[split]]
+        tokens = [*full.tokens[:split], chosen[split]] if split >= n_shared else full.tokens[:n_shared]
         ended = self._ends(tokens, stop)
         if not ended and len(tokens) < max_tokens:
-            if split < n_forced - 1:
-                self._rewind(arm, n_prompt, full.tokens[:split], prepare)
+            if n_shared <= split < n_forced - 1:
+                self._rewind(arm, prompt, full, split)
             while not ended and len(tokens) < max_tokens:
                 step = time.perf_counter()
                 self._decode(tokens[-1:])
@@ -286,18 +310,18 @@ class Engine:
             raise EvalError(f"a prompt cannot be cut: {_native.status_text(status)}")
         return status == _native.OK
 
-    def _rewind(self, arm: Arm, n_prompt: int, tokens: list[int], prepare: Callable[[], None]) -> None:
-        """Make the cache what it is after some tokens of an answer, of which it has seen more."""
+    def _rewind(self, arm: Arm, prompt: list[int], full: _Full, n: int) -> None:
+        """Make the cache what it is after n tokens of an answer, of which it has seen more."""
         config = arm.config
         assert config is not None
-        if not config.refresh and len(tokens) >= config.draft_tokens:
+        if not config.refresh:
             # one cut for good: rows after the prompt can be removed
             memory = llama_cpp.llama_get_memory(self._ctx)
-            if llama_cpp.llama_memory_seq_rm(memory, _SEQ, n_prompt + len(tokens), -1):
+            if llama_cpp.llama_memory_seq_rm(memory, _SEQ, len(prompt) + n, -1):
                 return
-        prepare()
-        self._arm(n_prompt)
-        for token in tokens:
+        k = config.draft_tokens
+        self._draft(arm, prompt, full, k - 1)
+        for token in full.tokens[k - 1 : n]:
             self._decode([token])
 
     # is it what it says?
@@ -338,11 +362,11 @@ class Engine:
 
     # the context
 
-    def _begin(self, arm: Arm | None) -> None:
+    def _begin(self, config: DGEConfig | None) -> None:
         """Empty the cache and change the settings."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), False)
-        self._llm.set_dge(arm.config if arm is not None else None)
-        if arm is not None and not self._llm.dge_enabled:
+        self._llm.set_dge(config)
+        if config is not None and not self._llm.dge_enabled:
             raise EvalError("this model cannot be cut")
 
     def _read_head(self, tokens: list[int], shared: int) -> None:

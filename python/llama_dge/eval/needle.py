@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .prompts import Prompt, Prompter, n_common
 from .texts import Haystack, code_list, facts, filler, haystack, numbers, sentences_of
 
-KINDS = ("numbers", "facts", "codes")
+KINDS = ("numbers", "facts", "codes", "together")
 # a prompt's last tokens are read once per arm, so they are not among those that prompts share
 _ROOM = 16
 _INSTRUCTION = "Answer in one full sentence."
+_TOGETHER = "Answer {n} questions, each in one full sentence."
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class NeedleTask:
     ----------
     kinds
         "numbers", secret numbers of people; "facts", of all sorts; both in filler. "codes": nothing but codes.
+        "together": all secret numbers of a text are asked for at once, so that a long answer needs one after the other.
     lengths
         Tokens of a prompt, about.
     n_facts
@@ -59,7 +62,7 @@ def needle_prompts(task: NeedleTask, prompter: Prompter) -> Iterator[list[Prompt
         raise ValueError(f"kind {unknown[0]}: must be one of {', '.join(KINDS)}")
     for length in task.lengths:
         for kind in task.kinds:
-            single = task.n_facts == 1 and kind != "codes"
+            single = task.n_facts == 1 and kind in ("numbers", "facts")
             for seed in task.seeds:
                 for depth in task.depths if single else (None,):
                     yield _questions(task, kind, length, seed, depth, prompter)
@@ -74,6 +77,8 @@ def _questions(
     if kind == "codes":
         n = min(task.n_facts, len(stack.needles))
         asked = range(len(stack.needles) // (2 * n), len(stack.needles), -(-len(stack.needles) // n))
+    if kind == "together":
+        return [_together(task, stack, length, seed, prompter)]
     made = []
     for i in asked:
         needle = stack.needles[i]
@@ -106,12 +111,37 @@ def _questions(
     ]
 
 
+def _together(task: NeedleTask, stack: Haystack, length: int, seed: int, prompter: Prompter) -> Prompt:
+    way = seed % 3 if task.paraphrase is None else task.paraphrase
+    if prompter.chat:
+        questions = " ".join(needle.questions[way] for needle in stack.needles)
+        instruction = _TOGETHER.format(n=len(stack.needles))
+        tokens = prompter.tokens(f"{stack.text}\n\n{instruction} {questions}")
+    else:
+        raise ValueError('kind together: asks questions, which needs a chat template and --style "chat" or "auto"')
+    return Prompt(
+        task="needle",
+        set="together",
+        id=f"together/{length}/n{task.n_facts}/seed{seed}",
+        tokens=tuple(tokens),
+        expected=tuple(needle.answer for needle in stack.needles),
+        info={
+            "length": length,
+            "depth": None,
+            "seed": seed,
+            "n_facts": task.n_facts,
+            "paraphrase": way,
+            "style": "chat",
+        },
+    )
+
+
 def _text(
     task: NeedleTask, kind: str, n_tokens: int, rng: random.Random, depth: float | None, prompter: Prompter
 ) -> Haystack:
     if kind == "codes":
         return code_list(rng, n_tokens, prompter.count)
-    needles = (numbers if kind == "numbers" else facts)(rng, task.n_facts)
+    needles = (facts if kind == "facts" else numbers)(rng, task.n_facts)
     n = len(needles)
     depths = [(i + 0.5) / n for i in range(n)] if depth is None else [depth] * n
     prose = filler(rng) if task.text is None else sentences_of(task.text, rng)
@@ -119,6 +149,7 @@ def _text(
 
 
 def hit(answer: str, expected: Sequence[str]) -> float:
-    """Return 1.0 where the expected number or word is in the answer, as a whole word; else 0.0."""
-    words = "".join(c if c.isalnum() else " " for c in answer.lower().replace(",", "")).split()
-    return float(any(want.lower() in words for want in expected))
+    """Return the share of the expected numbers and words that are in the answer, as whole words."""
+    plain = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer.lower())  # 12,345
+    words = "".join(c if c.isalnum() else " " for c in plain).split()
+    return sum(want.lower() in words for want in expected) / len(expected)

@@ -72,6 +72,11 @@ def _prompt(row: Row) -> tuple[str, ...]:
     return task, prompt_id, sha256, model
 
 
+def n_hits(rows: Iterable[Row], score: str = "score") -> int:
+    """Return how many of the expected answers were found."""
+    return sum(round(row[score] * len(row["expected"])) for row in rows)
+
+
 def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
     """Return hits and divergences by length, budget, set and arm.
 
@@ -87,8 +92,9 @@ def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
     )  # fmt: skip
     lines = []
     for (model, length, name, budget, _, arm), cell in sorted(groups.items()):
-        hits, asked = int(sum(row["score"] for row in cell)), len(cell)
-        late = sum(1 for row in cell if row["score"] and not row["score_draft"])
+        # one question may ask for several things; its score is the share that was found
+        hits, asked = n_hits(cell), sum(len(row["expected"]) for row in cell)
+        late = hits - n_hits(cell, "score_draft")
         low, high = wilson(hits, asked)
         lines.append(
             [model, str(length), name, str(budget or "all"), arm, f"{hits}/{asked}", f"{low:.2f} .. {high:.2f}"]
@@ -106,7 +112,8 @@ def _order(row: Row) -> int:
 def depth_table(rows: Sequence[Row]) -> str:
     """Return hits by depth and length, one table per arm: a heat map."""
     parts = []
-    for (arm,), cell in sorted(_group(rows, lambda row: (row["arm"],)).items()):
+    placed = [row for row in rows if row.get("depth") is not None]
+    for (arm,), cell in sorted(_group(placed, lambda row: (row["arm"],)).items()):
         lengths = sorted({row["length"] for row in cell})
         places = _group(cell, lambda row: (_tenth(row["depth"]), row["length"]))
         depths = sorted({depth for depth, _ in places})

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 from ..eval.arms import FULL
 from ..eval.metrics import paired_bootstrap, wilson
 from ..eval.results import Row, key_of
+from ..eval.summary import n_hits
 
 Budget = Union[int, float]  # rows, or a share of the prompt
 
@@ -103,12 +104,12 @@ Measure = Callable[[Sequence[Row], Budget], Optional[Point]]
 
 
 def _hits(rows: Sequence[Row], budget: Budget) -> Point | None:
-    scored = [float(row["score"]) for row in rows if row["score"] is not None]
+    scored = [row for row in rows if row["score"] is not None]
     if not scored:
         return None
-    hits = round(sum(scored))
-    low, high = wilson(hits, len(scored))
-    return Point(budget, hits / len(scored), low, high, len(scored))
+    hits, asked = n_hits(scored), sum(len(row["expected"]) for row in scored)
+    low, high = wilson(hits, asked)
+    return Point(budget, hits / asked, low, high, asked)
 
 
 def _score(rows: Sequence[Row], budget: Budget) -> Point | None:
