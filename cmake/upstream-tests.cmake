@@ -3,8 +3,7 @@
 
 set(LLAMA_DGE_UPSTREAM_TEST_DIR "${LLAMA_DGE_UPSTREAM_DIR}/tests")
 
-foreach (name test-llama-archs test-save-load-state test-recurrent-state-rollback test-state-restore-fragmented
-        test-backend-ops)
+foreach (name test-llama-archs test-save-load-state test-recurrent-state-rollback test-state-restore-fragmented)
     add_executable(${name} "${LLAMA_DGE_UPSTREAM_TEST_DIR}/${name}.cpp")
     target_link_libraries(${name} PRIVATE llama llama-common)
     # beside the libraries, which is where $ORIGIN looks

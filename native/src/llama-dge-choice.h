@@ -45,7 +45,7 @@ struct llama_dge_choice_layer {
 // A choice among all rows of a sequence, by the attention of its last queries. It has copies of all that changes while
 // decoding goes on, and reads the parked rows, which nobody changes before it has ended: so a thread can make it.
 struct llama_dge_choice {
-    explicit llama_dge_choice(const llama_hparams & hparams) : hparams(hparams) {}
+    explicit llama_dge_choice(const llama_hparams & hparams);
     ~llama_dge_choice();
 
     llama_dge_choice(const llama_dge_choice &)             = delete;
@@ -63,6 +63,9 @@ struct llama_dge_choice {
 
     const llama_hparams & hparams;
 
+    const bool
+            fused; // by the fused operation, which reads K as F32; else by a graph that multiplies it in its own type
+
     std::shared_ptr<llama_dge_parked> parked;
 
     int32_t n_rows     = 0;
@@ -79,4 +82,10 @@ struct llama_dge_choice {
 
     std::atomic<bool> cancel { false };
     std::thread       thread;
+
+private:
+    int32_t score_fused(size_t i, int32_t n, std::vector<float> & scores);
+    int32_t score_graph(size_t i, int32_t n, std::vector<float> & scores);
+
+    int32_t compute(ggml_context * ctx, ggml_tensor * out);
 };

@@ -1,9 +1,13 @@
 #include "llama-dge-graph.h"
 
+#include "ggml-attn-score.h"
+
 #include "llama-hparams.h"
 #include "llama-impl.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 
 // a graph that only reserves memory has no sequences
 static bool llama_dge_is_reserve(const llama_ubatch & ubatch) {
@@ -49,8 +53,11 @@ void llm_graph_input_dge::set_input(const llama_ubatch * ubatch) {
 
         ggml_backend_tensor_set(weights, data.data(), 0, ggml_nbytes(weights));
 
-        const auto cells_data = dge->sum_cells(*ubatch, cells->ne[0], cells->ne[2]);
-        ggml_backend_tensor_set(cells, cells_data.data(), 0, ggml_nbytes(cells));
+        // only the graph gathers
+        if (cells->buffer) {
+            const auto cells_data = dge->sum_cells(*ubatch, cells->ne[0], cells->ne[2]);
+            ggml_backend_tensor_set(cells, cells_data.data(), 0, ggml_nbytes(cells));
+        }
 
         const auto keep_data = dge->sum_keep(*ubatch, keep->ne[0], keep->ne[2]);
         ggml_backend_tensor_set(keep, keep_data.data(), 0, ggml_nbytes(keep));
@@ -183,4 +190,47 @@ ggml_tensor * llama_dge_build_probs(ggml_context * ctx, const llama_hparams & hp
     }
 
     return kq;
+}
+
+static bool llama_dge_supports(ggml_backend_buffer_t buf, const ggml_tensor * op) {
+    auto * dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buf));
+
+    // plain host memory is of no device
+    if (!dev && ggml_backend_buffer_is_host(buf)) {
+        dev = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
+
+    // one that spreads tensors over others does not know how to spread this
+    return dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_META && ggml_backend_dev_supports_op(dev, op);
+}
+
+bool llama_dge_use_fused() {
+    const char * env = getenv("LLAMA_DGE_FUSED");
+
+    return !env || strcmp(env, "0") != 0;
+}
+
+ggml_tensor * llama_dge_build_op(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
+        bool flash_attn, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask, ggml_tensor * weights, ggml_tensor * acc,
+        float norm) {
+    float cap = 0.0f;
+
+    if (hparams.attn_soft_cap) {
+        // flash attention scales in front of the cap, the other path behind it
+        cap = hparams.f_attn_logit_softcapping * (flash_attn ? 1.0f : layer.kq_scale);
+    }
+
+    return ggml_attn_score(ctx, q, k, mask, layer.sinks, weights, acc, layer.kq_scale, cap, norm);
+}
+
+ggml_tensor * llama_dge_build_fused(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
+        bool flash_attn, ggml_backend_buffer_t buf, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask,
+        ggml_tensor * weights, ggml_tensor * acc, float norm) {
+    if (!llama_dge_use_fused()) {
+        return nullptr;
+    }
+
+    ggml_tensor * res = llama_dge_build_op(ctx, hparams, layer, flash_attn, q, k, mask, weights, acc, norm);
+
+    return llama_dge_supports(buf, res) ? res : nullptr;
 }

@@ -32,6 +32,19 @@ public:
 ggml_tensor * llama_dge_build_probs(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
         bool flash_attn, ggml_tensor * kq, ggml_tensor * mask, int64_t h0);
 
+// false where the environment has LLAMA_DGE_FUSED=0: graphs of other operations are used
+bool llama_dge_use_fused();
+
+// the same attention, summed by the fused operation: weights and norm as in ggml_attn_score()
+ggml_tensor * llama_dge_build_op(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
+        bool flash_attn, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask, ggml_tensor * weights, ggml_tensor * acc,
+        float norm);
+
+// nullptr if it is not used, or the device of `buf`, which holds K and acc, does not have it
+ggml_tensor * llama_dge_build_fused(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
+        bool flash_attn, ggml_backend_buffer_t buf, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask,
+        ggml_tensor * weights, ggml_tensor * acc, float norm);
+
 void llama_dge_build_sums(llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res,
         llm_graph_input_dge & inp, const llama_ubatch & ubatch, ggml_tensor * q_cur, ggml_tensor * k,
         ggml_tensor * kq_mask);

@@ -7,7 +7,8 @@
 #include <algorithm>
 #include <cmath>
 
-// transient memory of one graph is kept near this: KV heads, then query rows, are taken in blocks
+// transient memory of one graph, where there is no fused operation, is kept near this: KV heads, then query rows, are taken
+// in blocks
 static constexpr int64_t LLAMA_DGE_SCORE_BLOCK = 32ll * 1024 * 1024;
 
 // one block of the score: KV heads [h0, h0 + n_head), query rows [q0, q0 + n_q)
@@ -19,6 +20,20 @@ struct llama_dge_score_block {
 
     ggml_tensor * out; // F32 [n_keys, 1, n_head]
 };
+
+// keys among cells that are not asked for, as long as these do not outnumber them
+struct llama_dge_cell_range {
+    int64_t begin;
+    int64_t size;
+
+    bool dense(int64_t n_keys) const { return size <= 2 * n_keys; }
+};
+
+static llama_dge_cell_range llama_dge_get_range(const std::vector<uint32_t> & cells, int64_t n_keys) {
+    const auto range = std::minmax_element(cells.begin(), cells.begin() + n_keys);
+
+    return { *range.first, (int64_t) *range.second - *range.first + 1 };
+}
 
 int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id seq_id,
         const std::vector<uint32_t> & cells, llama_pos p0, llama_pos p1, int32_t n_past,
@@ -45,16 +60,40 @@ int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id se
     auto * ctx = res->get_ctx();
     auto * gf  = res->get_gf();
 
-    // only rows of the sequence are ever read, in the order of their positions: what other cells hold does not matter
-    ggml_tensor * k_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_keys);
     ggml_tensor * q_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_q);
-    ggml_tensor * mask   = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_keys, n_q);
-
-    for (ggml_tensor * t : { k_rows, q_rows, mask }) {
-        ggml_set_input(t);
-    }
+    ggml_set_input(q_rows);
 
     ggml_tensor * q_all = ggml_get_rows(ctx, layer.ring, q_rows); // [n_embd_head*n_head, n_q]
+
+    // the operation takes K where it lies, and the mask hides the cells of others
+    const auto range = llama_dge_get_range(cells, n_keys);
+
+    ggml_tensor * mask  = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, range.size, n_q);
+    ggml_tensor * fused = nullptr;
+
+    if (range.dense(n_keys)) {
+        ggml_tensor * k = ggml_view_3d(ctx, k_cache, n_embd_head, range.size, n_head_kv, k_cache->nb[1],
+                ggml_row_size(k_cache->type, n_embd_head), range.begin * k_cache->nb[1]);
+        ggml_tensor * q =
+                ggml_view_3d(ctx, q_all, n_embd_head, n_q, n_head, q_all->nb[1], n_embd_head * sizeof(float), 0);
+
+        fused = llama_dge_build_fused(ctx, hparams, layer, cparams.flash_attn, k_cache->buffer, q, k, mask, nullptr,
+                nullptr, 1.0f / (n_q * n_group)); // [range.size, n_head_kv]
+    }
+
+    // the graph reads rows of the sequence alone, in the order of their positions
+    ggml_tensor * k_rows = nullptr;
+
+    if (fused) {
+        ggml_set_output(fused);
+        ggml_build_forward_expand(gf, fused);
+    } else {
+        k_rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, n_keys);
+        mask   = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_keys, n_q);
+
+        ggml_set_input(k_rows);
+    }
+    ggml_set_input(mask);
 
     const int64_t n_head_blk =
             std::clamp<int64_t>(LLAMA_DGE_SCORE_BLOCK / (4 * n_keys * (n_embd_head + 2 * n_q * n_group)), 1, n_head_kv);
@@ -65,7 +104,7 @@ int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id se
 
     std::vector<llama_dge_score_block> blocks;
 
-    for (int64_t h0 = 0; h0 < n_head_kv; h0 += n_head_blk) {
+    for (int64_t h0 = 0; h0 < n_head_kv && !fused; h0 += n_head_blk) {
         const int64_t nh = std::min(n_head_blk, n_head_kv - h0);
 
         // F32 whatever the cache's type: scores of a quantized product would reorder close rows
@@ -102,7 +141,7 @@ int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id se
         return LLAMA_DGE_ERR_MEMORY;
     }
 
-    {
+    if (!fused) {
         std::vector<int32_t> data(cells.begin(), cells.begin() + n_keys);
         ggml_backend_tensor_set(k_rows, data.data(), 0, ggml_nbytes(k_rows));
     }
@@ -113,7 +152,17 @@ int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id se
         }
         ggml_backend_tensor_set(q_rows, data.data(), 0, ggml_nbytes(q_rows));
     }
-    {
+    if (fused) {
+        const ggml_fp16_t seen = ggml_fp32_to_fp16(0.0f);
+
+        std::vector<ggml_fp16_t> data(range.size * n_q, ggml_fp32_to_fp16(-INFINITY));
+        for (int64_t i = 0; i < n_q; ++i) {
+            for (int64_t j = 0; j <= p0 + i; ++j) {
+                data[i * range.size + cells[j] - range.begin] = seen;
+            }
+        }
+        ggml_backend_tensor_set(mask, data.data(), 0, ggml_nbytes(mask));
+    } else {
         std::vector<float> data(n_keys * n_q);
         for (int64_t i = 0; i < n_q; ++i) {
             for (int64_t j = 0; j < n_keys; ++j) {
@@ -134,6 +183,17 @@ int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id se
     scores.assign((size_t) n_head_kv * n_past, 0.0f);
 
     std::vector<float> data;
+
+    if (fused) {
+        data.resize(ggml_nelements(fused));
+        ggml_backend_tensor_get(fused, data.data(), 0, ggml_nbytes(fused));
+
+        for (int64_t ih = 0; ih < n_head_kv; ++ih) {
+            for (int64_t j = 0; j < n_past; ++j) {
+                scores[ih * n_past + j] = data[ih * range.size + cells[j] - range.begin];
+            }
+        }
+    }
 
     for (const auto & block : blocks) {
         data.resize(ggml_nelements(block.out));

@@ -6,7 +6,8 @@
 #include <algorithm>
 
 // H2O: the attention that every row gets from all rows, summed while they are evaluated. Causal attention makes this
-// exact ubatch by ubatch. Query rows and KV heads are taken in blocks, so that the attention matrix never exists.
+// exact ubatch by ubatch. Where a device does not have the fused operation, query rows and KV heads are taken in blocks,
+// so that the attention matrix never exists.
 
 static constexpr int64_t LLAMA_DGE_SUMS_BLOCK = 24ll * 1024 * 1024;
 
@@ -54,9 +55,52 @@ uint32_t llama_dge::max_nodes(uint32_t n_tokens) const {
     return res;
 }
 
+// one operation per stream; false: the device does not have it
+static bool llama_dge_build_sums_fused(llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res,
+        llm_graph_input_dge & inp, const llama_ubatch & ubatch, ggml_tensor * q_cur, ggml_tensor * k,
+        ggml_tensor * kq_mask) {
+    auto * ctx = res.get_ctx();
+
+    const int64_t n_head_kv = k->ne[1];
+    const int64_t n_kv      = k->ne[2];
+    const int64_t n_stream  = k->ne[3];
+    const int64_t n_q       = q_cur->ne[2] / n_stream;
+
+    for (int64_t s = 0; s < n_stream; ++s) {
+        ggml_tensor * q = ggml_view_3d(
+                ctx, q_cur, q_cur->ne[0], q_cur->ne[1], n_q, q_cur->nb[1], q_cur->nb[2], s * n_q * q_cur->nb[2]);
+        ggml_tensor * kv = ggml_view_3d(ctx, k, k->ne[0], n_head_kv, n_kv, k->nb[1], k->nb[2], s * k->nb[3]);
+        ggml_tensor * m  = ggml_view_2d(ctx, kq_mask, n_kv, n_q, kq_mask->nb[1], s * kq_mask->nb[3]);
+        ggml_tensor * w  = ggml_view_1d(ctx, inp.weights, n_q, s * n_q * inp.weights->nb[0]);
+
+        q  = ggml_permute(ctx, q, 0, 2, 1, 3);
+        kv = ggml_permute(ctx, kv, 0, 2, 1, 3);
+
+        ggml_tensor * acc  = ggml_view_2d(ctx, layer.sums, n_kv, n_head_kv, layer.sums->nb[1],
+                (dge.stream_begin(ubatch) + s) * layer.sums->nb[2]);
+        ggml_tensor * keep = ggml_view_1d(ctx, inp.keep, n_kv, s * inp.keep->nb[2]);
+
+        acc = ggml_cpy(ctx, ggml_mul(ctx, acc, keep), acc);
+
+        ggml_tensor * sum = llama_dge_build_fused(
+                ctx, dge.hparams(), layer, kq_mask->type == GGML_TYPE_F16, layer.sums->buffer, q, kv, m, w, acc, 1.0f);
+        if (!sum) {
+            return false;
+        }
+
+        ggml_build_forward_expand(res.get_gf(), sum);
+    }
+
+    return true;
+}
+
 void llama_dge_build_sums(llama_dge & dge, const llama_dge_layer & layer, llm_graph_result & res,
         llm_graph_input_dge & inp, const llama_ubatch & ubatch, ggml_tensor * q_cur, ggml_tensor * k,
         ggml_tensor * kq_mask) {
+    if (llama_dge_build_sums_fused(dge, layer, res, inp, ubatch, q_cur, k, kq_mask)) {
+        return;
+    }
+
     auto * ctx = res.get_ctx();
     auto * gf  = res.get_gf();
 
