@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-score, sweep, clean'
 
 # --- environment
 
@@ -119,6 +119,21 @@ test-upstream: $(TOOLS)
 	$(RUN) cmake -S . -B build/upstream-tests -G Ninja $(CMAKE_PY) -DLLAMA_DGE_UPSTREAM_TESTS=ON $(CMAKE_ARGS)
 	$(RUN) cmake --build build/upstream-tests --target llama-dge-upstream-tests
 	$(RUN) ctest --test-dir build/upstream-tests --output-on-failure --no-tests=error
+
+# ATTN_SCORE on every backend of the build: our test, then llama.cpp's; e.g. make test-backend-ops OPS_ARGS= for all
+# operations
+OPS_ARGS ?= -o ATTN_SCORE
+.PHONY: test-backend-ops bench-score
+test-backend-ops: dev
+	$(RUN) cmake --build build/dev --target test-attn-score test-backend-ops
+	build/dev/bin/test-attn-score
+	build/dev/bin/test-backend-ops test $(OPS_ARGS)
+
+# scores of a layer by the operation and by the graph, e.g. make bench-score SCORE_ARGS="32768 32 2": keys, queries, threads
+SCORE_ARGS ?=
+bench-score: dev
+	$(RUN) cmake --build build/dev --target bench-attn-score
+	build/dev/bin/bench-attn-score $(SCORE_ARGS)
 
 # Is every architecture cut exactly, or refused? llama.cpp's test-llama-archs writes a tiny random model of each into
 # build/archs (1 GB), docs/models.md tells the result. E.g. make sweep SWEEP_ARGS="--only llama gemma3"
