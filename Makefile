@@ -202,6 +202,17 @@ bench-memory: setup
 bench-recall: setup
 	$(PY) -m bench.recall $(BENCH_ARGS)
 
+# beside NVIDIA/kvpress on the same weights: which rows are kept, speed, memory. It gets an interpreter of its own
+PEERS := build/peers-venv/.installed
+$(PEERS): requirements/peers.txt
+	test -x build/peers-venv/bin/python || $(PYTHON) -m venv build/peers-venv
+	build/peers-venv/bin/python -m pip install --quiet -r requirements/peers.txt
+	touch $@
+
+.PHONY: bench-peers
+bench-peers: setup $(PEERS)
+	$(PY) -m bench.peers $(BENCH_ARGS)
+
 bench-select: $(TOOLS)
 	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja $(CMAKE_PY)
 	$(RUN) cmake --build build/native-tests --target bench-dge-select

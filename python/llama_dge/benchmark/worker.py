@@ -120,6 +120,19 @@ class Arm:
         stats = getattr(self._llm, "dge_stats", None)
         return None if stats is None else {**vars(stats), "seconds": stats.seconds}
 
+    def kept(self) -> list[list[list[int]]]:
+        """Return the positions that each layer that was cut and each KV head kept, ascending."""
+        heads = self._llm.dge_stats.rows_by_head
+        return [
+            [self._llm.dge_kept(layer, head).tolist() for head in range(len(rows))]
+            for layer, rows in zip(self._llm.dge_layers, heads)
+        ]
+
+    def logits(self) -> list[float]:
+        """Return the logits that follow the newest token that was decoded."""
+        pointer = self._cpp.llama_get_logits_ith(self._llm.ctx, -1)
+        return [float(pointer[i]) for i in range(self._llm.n_vocab())]
+
     def memory(self) -> dict[str, int | None]:
         """Return the bytes in use now, those of stock's cache left out: it does not tell."""
         memory = getattr(self._llm, "dge_memory", None)
@@ -136,7 +149,7 @@ class Arm:
 
 def serve(arm: Arm, requests: TextIO, answers: TextIO) -> None:
     """Answer requests until there are no more."""
-    names = ("load", "warm_up", "reset", "evaluate", "read", "first", "step", "stats", "memory")
+    names = ("load", "warm_up", "reset", "evaluate", "read", "first", "step", "stats", "memory", "kept", "logits")
     actions = {name: getattr(arm, name) for name in names}
     for line in requests:
         request = json.loads(line)

@@ -22,7 +22,7 @@ class BenchError(RuntimeError):
 
 
 class Worker:
-    """A process that runs worker.py.
+    """A process that runs worker.py, or another script that answers the same requests.
 
     Parameters
     ----------
@@ -30,20 +30,23 @@ class Worker:
         Of the arm, for messages.
     python
         Interpreter.
+    script
+        Instead of worker.py, in an interpreter that has nothing of this project.
     """
 
-    def __init__(self, name: str, python: str) -> None:
+    def __init__(self, name: str, python: str, script: Path | None = None) -> None:
         self.name = name
-        kind = "stock" if name == STOCK else "ours"
+        ours = script is None and name != STOCK
+        command = [str(script)] if script else [str(Path(__file__).with_name("worker.py")), "ours" if ours else "stock"]
         env = dict(os.environ)
-        if kind == "stock":
+        if not ours:
             # what points at our library or our packages must not reach it
             for variable in ("PYTHONPATH", "LLAMA_CPP_LIB_PATH", "MTMD_CPP_LIB", "LLAMA_DGE_LIB_PATH"):
                 env.pop(variable, None)
         self._stderr = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                [python, str(Path(__file__).with_name("worker.py")), kind],
+                [python, *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
