@@ -72,3 +72,10 @@ def new_context(zoo: Zoo) -> Iterator[ContextFactory]:
     yield make
     for context in made:
         context.close()
+
+
+@pytest.fixture(params=["fused", "graph"])
+def scored_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Scores by the fused operation, and by the graph that takes its place on a device that does not have it."""
+    monkeypatch.setenv("LLAMA_DGE_FUSED", "1" if request.param == "fused" else "0")
+    return str(request.param)

@@ -70,6 +70,7 @@ def finish(context: Context, tokens: list[int], seq: int = 0) -> Kept:
 
 @FA
 @MODELS
+@pytest.mark.usefixtures("scored_by")
 @pytest.mark.parametrize("draft_tokens", [1, 3, 6])
 def test_order_of_the_sums(
     zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool, draft_tokens: int
@@ -145,6 +146,7 @@ def test_chunks_do_not_matter(zoo: Zoo, new_context: ContextFactory, model: str,
 
 
 @FA
+@pytest.mark.usefixtures("scored_by")
 @pytest.mark.parametrize("types", [("f16", "f16"), ("q8_0", "q8_0"), ("bf16", "bf16"), ("q4_0", "q4_0")], ids="-".join)
 def test_other_caches(zoo: Zoo, new_context: ContextFactory, types: tuple[str, str], flash_attn: bool) -> None:
     """K is read as it is stored; rounding of the rows below makes the difference to the reference."""
@@ -162,8 +164,9 @@ def test_other_caches(zoo: Zoo, new_context: ContextFactory, types: tuple[str, s
     assert (gaps == 0).mean() >= 0.5
 
 
+@pytest.mark.usefixtures("scored_by")
 def test_a_long_micro_batch_is_summed_in_blocks(zoo: Zoo, new_context: ContextFactory) -> None:
-    """A block of the sums is 24 MiB: 768 rows of 4 heads over 2048 cells."""
+    """A block of the graph is 24 MiB: 768 rows of 4 heads over 2048 cells."""
     n_prompt, s = 1900, replace(S, budget=300)
     tokens = tokens_of(n_prompt + 1, 5)
     context = new_context("one", n_ctx=2048, n_batch=2048, n_ubatch=2048, **F32, dge=s.as_params())
@@ -174,6 +177,7 @@ def test_a_long_micro_batch_is_summed_in_blocks(zoo: Zoo, new_context: ContextFa
     check(reference, kept, n_prompt, s)
 
 
+@pytest.mark.usefixtures("scored_by")
 def test_many_streams_are_summed_in_blocks(zoo: Zoo, new_context: ContextFactory) -> None:
     """K in f32 of 64 streams with 1024 cells each is 32 MiB: one KV head after the other."""
     n_prompt, n_seq, s = 800, 64, replace(S, budget=100)
@@ -223,6 +227,7 @@ def test_draft_scores_need_no_sums(new_context: ContextFactory) -> None:
 
 @FA
 @pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
+@pytest.mark.usefixtures("scored_by")
 def test_two_sequences_in_one_batch(zoo: Zoo, new_context: ContextFactory, kv_unified: bool, flash_attn: bool) -> None:
     """Rows of two prompts alternate in one llama_decode(): each sum is that of its own sequence."""
     n_prompt, s = 90, replace(S, draft_tokens=3)
@@ -262,6 +267,7 @@ def test_beside_a_cut_sequence(zoo: Zoo, new_context: ContextFactory, kv_unified
 
 
 @FA
+@pytest.mark.usefixtures("scored_by")
 def test_cells_that_are_used_again(zoo: Zoo, new_context: ContextFactory, flash_attn: bool) -> None:
     """Sums that another prompt left in the cells do not count."""
     n_prompt, s = 90, replace(S, draft_tokens=3)
@@ -402,6 +408,7 @@ def test_settings_that_change_later(zoo: Zoo, new_context: ContextFactory) -> No
 
 
 @pytest.mark.parametrize("flash_attn, pattern", [(False, 0x6BCD), (True, 0xEBCD), (True, 0x7E00)])
+@pytest.mark.usefixtures("scored_by")
 def test_free_cells_may_hold_anything(new_context: ContextFactory, flash_attn: bool, pattern: int) -> None:
     """Sums see rows of their sequence only. NaN with flash attention, which never reads a masked cell."""
     tokens = tokens_of(140, 60)

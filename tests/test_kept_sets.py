@@ -94,6 +94,7 @@ def test_f32_kept_sets_equal_the_reference(zoo: Zoo, new_context: ContextFactory
         assert exact == 1.0 or (flash_attn and exact >= 0.5)
 
 
+@pytest.mark.usefixtures("scored_by")
 @pytest.mark.parametrize("cache", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("scores", ["draft", "policy", "both"])
 def test_kept_sets_of_other_caches(
@@ -290,8 +291,9 @@ def test_draft_in_batches_of_one_size(zoo: Zoo, new_context: ContextFactory) -> 
     assert as_lists(context.kept()) == as_lists(want)
 
 
+@pytest.mark.usefixtures("scored_by")
 def test_scores_of_a_long_prompt_and_a_wide_window(zoo: Zoo, new_context: ContextFactory) -> None:
-    """So many scores (above 32 MiB) that the library takes the heads, and their query rows, in several blocks."""
+    """So many scores (above 32 MiB) that the graph takes the heads, and their query rows, in several blocks."""
     n_prompt, s = 1300, Settings(scores="policy", window=512, budget=600, draft_tokens=1)
     tokens = tokens_of(n_prompt + 1, 14)
     context = new_context("g8", n_ctx=2048, type_k="f32", type_v="f32", dge=s.as_params())

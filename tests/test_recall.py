@@ -95,6 +95,7 @@ def test_every_step_equals_the_masked_cache(
         assert n_back > 0  # otherwise nothing above was about rows that come back
 
 
+@pytest.mark.usefixtures("scored_by")
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("model", ["g1", "g2", "g8"])
 def test_the_last_queries_choose(zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool) -> None:
@@ -343,6 +344,7 @@ def test_auto(new_context: ContextFactory, mass: float) -> None:
         assert 10 < info["n_refresh"] < 190 and info["n_checks"] > 190
 
 
+@pytest.mark.usefixtures("scored_by")
 def test_auto_measures_the_attention_that_is_held(zoo: Zoo, new_context: ContextFactory) -> None:
     """What it acts on is the reference's: just below that fall nothing fires, just above it does."""
     tokens = tokens_of(300, 15)

@@ -192,6 +192,18 @@ def captured_log() -> Iterator[list[str]]:
         api.llama_log_set(logger.llama_log_callback, ctypes.c_void_p(0))
 
 
+def _operations_to(names: list[str]) -> Callable[[int, bool, object], bool]:
+    describe = dge_library().ggml_op_desc  # of libggml-base, on which libllama depends
+    describe.restype, describe.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+
+    def on_node(tensor: int, ask: bool, _data: object) -> bool:
+        if ask:
+            names.append(describe(tensor).decode())
+        return not ask
+
+    return on_node
+
+
 class NativeModel:
     """A loaded GGUF file."""
 
@@ -231,6 +243,7 @@ class Context:
         elastic: bool = False,
         swa_full: bool = False,
         dge: dict[str, Any] | None = None,
+        operations: list[str] | None = None,
     ) -> None:
         self.api = llama()
         self.n_vocab = model.n_vocab
@@ -243,6 +256,10 @@ class Context:
         params.flash_attn_type = 1 if flash_attn else 0
         params.type_k, params.type_v = GGML_TYPES[type_k], GGML_TYPES[type_v]
         params.swa_full = swa_full
+        if operations is not None:
+            # collects the names of those that the context's own scheduler runs, the scores of a cut included
+            self._on_node = self.api.ggml_backend_sched_eval_callback(_operations_to(operations))
+            params.cb_eval = self._on_node
         dge_library().llama_dge_set_elastic(elastic)
         try:
             self.handle = self.api.llama_init_from_model(model.handle, params)
