@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-score, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-score, sweep, clean'
 
 # --- environment
 
@@ -78,12 +78,31 @@ demo: setup
 	$(BIN)/llama-dge demo
 
 .PHONY: test-native test-python test-stock test-model test-upstream
-test: test-native test-python
+test: test-native test-gpu-shim test-python
 
 test-native: $(TOOLS)
 	$(RUN) cmake -S native/tests -B build/native-tests -G Ninja $(CMAKE_PY)
 	$(RUN) cmake --build build/native-tests
 	$(RUN) ctest --test-dir build/native-tests --output-on-failure --no-tests=error
+
+# the CUDA and Metal kernels compiled for the CPU, in three orders of threads, with sanitizers, beside wrong variants of
+# them; docs/gpu.md. The Metal part needs clang, and is reported as skipped without it: make gpu-packages
+.PHONY: test-gpu-shim test-cuda-compile gpu-packages
+test-gpu-shim: $(TOOLS)
+	$(RUN) cmake -S native/ggml/tests/gpu -B build/gpu-shim -G Ninja $(CMAKE_PY)
+	$(RUN) cmake --build build/gpu-shim
+	$(RUN) ctest --test-dir build/gpu-shim --output-on-failure --no-tests=error
+
+# clang, and Vulkan with a driver for the CPU, by apt-get
+gpu-packages:
+	scripts/gpu_packages.sh metal
+	scripts/gpu_packages.sh vulkan
+
+# the CUDA kernels for six architectures: registers, shared memory and spills, with bounds. No card; nvcc is installed
+# into build/cuda where there is none
+CUDA_ARGS ?=
+test-cuda-compile: $(TOOLS)
+	$(PY) scripts/cuda_compile.py $(CUDA_ARGS)
 
 test-python: setup
 	$(PY) -m pytest $(PYTEST_ARGS)

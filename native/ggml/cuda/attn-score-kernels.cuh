@@ -23,6 +23,9 @@ static constexpr int ATTN_SCORE_GROUPS  = ATTN_SCORE_THREADS / ATTN_SCORE_LANES;
 static constexpr int ATTN_SCORE_COLS    = 4;
 static constexpr int ATTN_SCORE_KEYS    = ATTN_SCORE_LANES * ATTN_SCORE_COLS;
 
+// blocks that a multiprocessor has to take at a time: up to 128 registers for each thread, and none is spilled
+static constexpr int ATTN_SCORE_RESIDENT = 4;
+
 // embedding dimensions in shared memory at a time, in fours; one more float4 per row keeps banks apart
 static constexpr int ATTN_SCORE_CHUNK  = 8;
 static constexpr int ATTN_SCORE_STRIDE = ATTN_SCORE_CHUNK + 1;
@@ -74,9 +77,9 @@ struct attn_score_f32 {
 
 struct attn_score_f16 {
     static __device__ __forceinline__ float4 load(const char * row, int i) {
-        const half2  * x = (const half2 *) (row + 2 * i);
-        const float2   a = __half22float2(x[0]);
-        const float2   b = __half22float2(x[1]);
+        const half2 * x = (const half2 *) (row + 2 * i);
+        const float2  a = __half22float2(x[0]);
+        const float2  b = __half22float2(x[1]);
         return make_float4(a.x, a.y, b.x, b.y);
     }
 };
@@ -227,7 +230,8 @@ static __device__ __forceinline__ void attn_score_tile(const attn_score_args & a
 
 // grid: parts of the keys, tiles of rows, KV heads and sequences
 template <typename K, int NR>
-static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_rows(const attn_score_args a) {
+static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT)
+        attn_score_rows(const attn_score_args a) {
     __shared__ float4 sk[ATTN_SCORE_KEYS * ATTN_SCORE_STRIDE];
     __shared__ float4 sq[ATTN_SCORE_GROUPS * NR * ATTN_SCORE_STRIDE];
 
@@ -248,8 +252,8 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_rows(con
 
     for (int tile = tile0; tile < tile1; ++tile) {
         float x[NR][ATTN_SCORE_COLS];
-        attn_score_tile<K, NR>(a, sk, sq, tile * ATTN_SCORE_KEYS, row0, blockIdx.z % a.n_head_kv,
-                blockIdx.z / a.n_head_kv, x);
+        attn_score_tile<K, NR>(
+                a, sk, sq, tile * ATTN_SCORE_KEYS, row0, blockIdx.z % a.n_head_kv, blockIdx.z / a.n_head_kv, x);
 
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
@@ -293,7 +297,8 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_rows(con
 }
 
 // grid: rows of all heads and sequences, one per thread
-static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_combine(const attn_score_args a) {
+static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT)
+        attn_score_combine(const attn_score_args a) {
     const int n_rows = a.n_q * a.n_group;
     const int all    = blockIdx.x * ATTN_SCORE_THREADS + threadIdx.x;
     if (all >= n_rows * a.n_head_kv * a.n_seq) {
@@ -308,7 +313,8 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_combine(
     for (int i = 0; i < a.n_split; ++i) {
         m = fmaxf(m, part[i].x);
     }
-    if (m == -INFINITY) { // every key is masked
+    const float weight = a.weights ? a.weights[row % a.n_q] : 1.0f;
+    if (m == -INFINITY || weight == 0.0f) { // every key is masked, or the query may hold anything
         a.stat[all] = make_float2(0.0f, 0.0f);
         return;
     }
@@ -320,12 +326,13 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_combine(
     for (int i = 0; i < a.n_split; ++i) {
         sum += part[i].y * expf(part[i].x - m);
     }
-    a.stat[all] = make_float2(m, a.norm * (a.weights ? a.weights[row % a.n_q] : 1.0f) / sum);
+    a.stat[all] = make_float2(m, a.norm * weight / sum);
 }
 
 // grid: tiles of keys, KV heads, sequences
 template <typename K, int NR>
-static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_columns(const attn_score_args a) {
+static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT)
+        attn_score_columns(const attn_score_args a) {
     __shared__ float4 sk[ATTN_SCORE_KEYS * ATTN_SCORE_STRIDE];
     __shared__ float4 sq[ATTN_SCORE_GROUPS * NR * ATTN_SCORE_STRIDE];
     __shared__ float  sum[ATTN_SCORE_GROUPS * ATTN_SCORE_KEYS];
@@ -345,9 +352,9 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS) attn_score_columns(
 
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
-            const int row = row0 + group * NR + r;
-            if (row < n_rows) {
-                const float2 s = stat[row];
+            const int    row = row0 + group * NR + r;
+            const float2 s   = row < n_rows ? stat[row] : make_float2(0.0f, 0.0f);
+            if (s.y != 0.0f) {
 #pragma unroll
                 for (int c = 0; c < ATTN_SCORE_COLS; ++c) {
                     col[c] += s.y * expf(x[r][c] - s.x);
@@ -404,14 +411,14 @@ static inline int attn_score_n_split(const attn_score_args & a) {
 // launch(kernel, grid, block, args)
 template <typename K, int NR, typename launcher>
 static void attn_score_launch_rows(const attn_score_args & a, launcher && launch) {
-    const int n_rows  = a.n_q * a.n_group;
-    const int n_tiles = (a.n_kv + ATTN_SCORE_KEYS - 1) / ATTN_SCORE_KEYS;
+    const int n_rows      = a.n_q * a.n_group;
+    const int n_tiles     = (a.n_kv + ATTN_SCORE_KEYS - 1) / ATTN_SCORE_KEYS;
     const int n_row_tiles = (n_rows + ATTN_SCORE_GROUPS * NR - 1) / (ATTN_SCORE_GROUPS * NR);
 
     const dim3 block(ATTN_SCORE_THREADS);
     launch(attn_score_rows<K, NR>, dim3(a.n_split, n_row_tiles, a.n_head_kv * a.n_seq), block, a);
-    launch(attn_score_combine,
-            dim3((unsigned) ((attn_score_n_stat(a) + ATTN_SCORE_THREADS - 1) / ATTN_SCORE_THREADS)), block, a);
+    launch(attn_score_combine, dim3((unsigned) ((attn_score_n_stat(a) + ATTN_SCORE_THREADS - 1) / ATTN_SCORE_THREADS)),
+            block, a);
     launch(attn_score_columns<K, NR>, dim3(n_tiles, a.n_head_kv, a.n_seq), block, a);
 }
 

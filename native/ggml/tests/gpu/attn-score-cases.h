@@ -3,8 +3,8 @@
 // Problems for the kernels of GGML_OP_ATTN_SCORE, and their answers in double precision. K is quantized and read back by
 // ggml's own reference functions, so the layout of blocks is not our reading of it.
 //
-// All buffers are views with gaps, the gaps and the keys that no row may see are NaN, and each buffer ends with its last
-// element: a read or write that goes astray is seen by its result or by the address sanitizer.
+// All buffers are views with gaps. The gaps, keys that no row may see and queries of weight 0 are NaN, and each buffer
+// ends with its last element: a read or write that goes astray is seen by its result or by the address sanitizer.
 
 #include "ggml-quants.h"
 
@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-enum attn_score_mask { MASK_NONE, MASK_F16, MASK_F32 };
+enum attn_score_mask { MASK_NONE, MASK_F16, MASK_F32 }; // numbers of attn_score_kargs as well
 
 struct attn_score_case {
     ggml_type       type;
@@ -126,14 +126,14 @@ static inline void attn_score_store(ggml_type type, std::vector<float> & x, char
 
 static inline size_t attn_score_row_size(ggml_type type, int d) {
     switch (type) {
-        case GGML_TYPE_F32: return 4 * d;
+        case GGML_TYPE_F32:  return 4 * d;
         case GGML_TYPE_F16:
         case GGML_TYPE_BF16: return 2 * d;
         case GGML_TYPE_Q4_0: return d / 32 * sizeof(block_q4_0);
         case GGML_TYPE_Q4_1: return d / 32 * sizeof(block_q4_1);
         case GGML_TYPE_Q5_0: return d / 32 * sizeof(block_q5_0);
         case GGML_TYPE_Q5_1: return d / 32 * sizeof(block_q5_1);
-        default: return d / 32 * sizeof(block_q8_0);
+        default:             return d / 32 * sizeof(block_q8_0);
     }
 }
 
@@ -220,7 +220,7 @@ static inline attn_score_problem attn_score_make(const attn_score_case & c, uint
                 for (int i = 0; i < c.n_q; ++i) {
                     std::vector<float> q(c.d);
                     for (auto & v : q) {
-                        v = normal(rng);
+                        v = c.weights && p.weights[i] == 0 ? NAN : normal(rng);
                     }
                     memcpy(p.q.data() + s * p.nbq3 + h * p.nbq2 + i * p.nbq1, q.data(), 4 * c.d);
 
@@ -237,7 +237,7 @@ static inline attn_score_problem attn_score_make(const attn_score_case & c, uint
                         x[j] = dot + bias[(size_t) i * c.n_kv + j];
                         max  = std::max(max, x[j]);
                     }
-                    if (std::isinf(max)) {
+                    if (std::isinf(max) || (c.weights && p.weights[i] == 0)) {
                         continue;
                     }
                     double sum = c.sinks ? exp(p.sinks[h] - max) : 0;
@@ -295,10 +295,12 @@ static inline std::vector<attn_score_case> attn_score_cases() {
 }
 
 // few and small, for one OS thread per CUDA thread, and for each wrong kernel: three chunks of d, of which the last is not
-// full, two tiles of keys, two tiles of rows; and few rows, of which one sees nothing and has no sink
+// full, two tiles of keys, two tiles of rows; few rows, of which one sees nothing and has no sink; one query, behind which
+// nothing may be read
 static inline std::vector<attn_score_case> attn_score_cases_small() {
     return {
-        { GGML_TYPE_F16, 80, 70, 9, 2, 4, 1, MASK_F16, true, true, true, 0 },
-        { GGML_TYPE_Q8_0, 64, 66, 2, 1, 4, 2, MASK_F32, false, false, false, 6 },
+        { GGML_TYPE_F16, 80, 90, 9, 2, 4, 1, MASK_F16, true, true, true, 0 },
+        { GGML_TYPE_Q8_0, 64, 70, 2, 1, 3, 2, MASK_F32, false, false, false, 6 },
+        { GGML_TYPE_Q8_0, 64, 66, 1, 1, 4, 2, MASK_NONE, false, false, false, 0 },
     };
 }

@@ -36,7 +36,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 // blocks run one after another: a static local is shared by the threads of a block, and by no others at a time
-#define __shared__      static
+#define __shared__ static
 
 struct dim3 {
     unsigned x, y, z;
@@ -81,7 +81,7 @@ inline thread_local cuda_thread * cur = nullptr;
 inline thread_local dim3          bid;
 
 class barrier {
-  public:
+public:
     void reset(unsigned n) {
         expected = n;
         arrived  = 0;
@@ -99,7 +99,7 @@ class barrier {
         }
     }
 
-  private:
+private:
     std::mutex              mutex;
     std::condition_variable cv;
     unsigned                expected = 0;
@@ -219,7 +219,9 @@ inline void run_block(const std::vector<unsigned> & ids) {
                 swapcontext(&ctx_main, &cur->ctx);
             }
         }
-        const auto all_done = [](const cuda_thread & t) { return t.state == DONE; };
+        const auto all_done = [](const cuda_thread & t) {
+            return t.state == DONE;
+        };
         if (std::all_of(threads.begin(), threads.end(), all_done)) {
             return;
         }
@@ -248,7 +250,9 @@ void launch(F kernel, dim3 g, dim3 b, A... args) {
 
     grid  = g;
     block = b;
-    body  = [=] { kernel(args...); };
+    body  = [=] {
+        kernel(args...);
+    };
     threads.resize(n);
     for (unsigned i = 0; i < n; ++i) {
         threads[i].lin = i;
@@ -340,7 +344,7 @@ static inline float __uint_as_float(unsigned bits) {
 static inline float __half2float(half h) {
     const int   exponent = h.bits >> 10 & 31;
     const int   mantissa = h.bits & 1023;
-    const float res      = exponent == 31 ? (mantissa ? NAN : INFINITY)
+    const float res      = exponent == 31  ? (mantissa ? NAN : INFINITY)
                            : exponent == 0 ? ldexpf((float) mantissa, -24)
                                            : ldexpf((float) (mantissa + 1024), exponent - 25);
     return h.bits >> 15 ? -res : res;

@@ -68,11 +68,13 @@ RESULTS = [
     Mutant("what masked keys hold counts", "if (m == -INFINITY) {\n            return -INFINITY;\n        }", ""),
     Mutant(
         "a row that sees nothing",
-        "    if (m == -INFINITY) { // every key is masked\n"
-        "        a.stat[all] = make_float2(0.0f, 0.0f);\n        return;\n    }\n",
-        "",
+        "if (m == -INFINITY || weight == 0.0f) {",
+        "if (weight == 0.0f) {",
     ),
-    Mutant("an empty half", "if (m > -INFINITY) {\n                row_sum[r] = row_sum[r]", "{ row_sum[r] = row_sum[r]"),
+    Mutant("a query of weight 0 counts", "if (s.y != 0.0f) {", "{"),
+    Mutant(
+        "an empty half", "if (m > -INFINITY) {\n                row_sum[r] = row_sum[r]", "{ row_sum[r] = row_sum[r]"
+    ),
     Mutant("the sink of another head", "a.n_group + row / a.n_q;", "a.n_group + row % a.n_group;"),
     Mutant("the weight of another row", "a.weights[row % a.n_q]", "a.weights[row / a.n_group % a.n_q]"),
     Mutant("the mask of another sequence", "a.mask + seq * a.nbm3", "a.mask + seq / 2 * a.nbm3"),
@@ -147,7 +149,8 @@ int main() {
 """
 
 
-def main() -> int:
+def main() -> None:
+    """Write sources of one of the two programs."""
     source_path, out, which = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     source = source_path.read_text(encoding="ascii").replace("#pragma once\n", "")
     mutants, orders = (RESULTS, 3) if which == "results" else (RACES, 1)
@@ -156,8 +159,7 @@ def main() -> int:
     text, table = [HEAD], []
     for i, mutant in enumerate([Mutant("none", "", ""), *mutants]):
         if i and source.count(mutant.old) != 1:
-            print(f"mutant '{mutant.name}' has to match {source_path} once: mend it in mutants.py", file=sys.stderr)
-            return 1
+            raise SystemExit(f"mutant '{mutant.name}' has to match {source_path} once: mend it in mutants.py")
         changed = source.replace(mutant.old, mutant.new) if i else source
         (out / f"{which}{i}.cuh").write_text(changed, encoding="ascii")
         text.append(f'namespace m{i} {{\n#include "{which}{i}.cuh"\n#include "run-cuda.inc"\n}}\n')
@@ -165,8 +167,7 @@ def main() -> int:
     variants = "static const std::vector<struct variant> variants = {\n" + "".join(table) + "};\n"
     body = MAIN.replace("N_ORDERS", str(orders)).replace("\n// 0 where", "\n" + variants + "\n// 0 where", 1)
     (out / f"mutants-{which}.cpp").write_text("".join(text) + body, encoding="ascii")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,0 +1,130 @@
+#include "attn-score.cuh"
+
+#include "attn-score-kernels.cuh"
+#include "ggml-attn-score.h"
+
+// the kernels count bytes of these blocks themselves
+static_assert(QK8_0 == 32 && sizeof(block_q8_0) == 34, "q8_0 has changed - update attn_score_q8_0");
+static_assert(QK4_0 == 32 && sizeof(block_q4_0) == 18, "q4_0 has changed - update attn_score_nibbles");
+static_assert(QK4_1 == 32 && sizeof(block_q4_1) == 20, "q4_1 has changed - update attn_score_nibbles");
+static_assert(QK5_0 == 32 && sizeof(block_q5_0) == 22, "q5_0 has changed - update attn_score_nibbles");
+static_assert(QK5_1 == 32 && sizeof(block_q5_1) == 24, "q5_1 has changed - update attn_score_nibbles");
+
+template <typename K>
+static void attn_score_cuda(const attn_score_args & a, cudaStream_t stream) {
+    attn_score_launch<K>(a, [stream](auto kernel, dim3 grid, dim3 block, const attn_score_args & args) {
+        kernel<<<grid, block, 0, stream>>>(args);
+    });
+}
+
+// bytes that one load of K takes, to which its rows have to be aligned
+static size_t attn_score_load_size(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F32:  return 16;
+        case GGML_TYPE_F16:  return 4;
+        case GGML_TYPE_BF16: return 8;
+        default:             return 2;
+    }
+}
+
+static bool attn_score_is_aligned(const ggml_tensor * t, size_t size) {
+    return t->view_offs % size == 0 && t->nb[1] % size == 0 && t->nb[2] % size == 0 && t->nb[3] % size == 0;
+}
+
+bool ggml_cuda_attn_score_supported(int device, const ggml_tensor * dst) {
+#if defined(GGML_USE_HIP) || defined(GGML_USE_MUSA)
+    // nothing has compiled the kernels for these
+    GGML_UNUSED_VARS(device, dst);
+    return false;
+#else
+    GGML_UNUSED(device);
+
+    const ggml_tensor * q = dst->src[GGML_ATTN_SCORE_SRC_Q];
+    const ggml_tensor * k = dst->src[GGML_ATTN_SCORE_SRC_K];
+
+    switch (k->type) {
+        case GGML_TYPE_F32:
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16:
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0:
+        case GGML_TYPE_Q5_1: break;
+        default:             return false;
+    }
+
+    const int64_t n_rows = q->ne[1] * (q->ne[2] / k->ne[2]);
+
+    // limits of a grid, of an int, and of loads of four
+    return q->ne[0] % 4 == 0 && k->ne[2] * k->ne[3] <= 65535 && k->ne[1] <= INT_MAX - ATTN_SCORE_KEYS &&
+           n_rows <= 65535 * ATTN_SCORE_GROUPS && n_rows * k->ne[2] * k->ne[3] <= INT_MAX / 2 &&
+           attn_score_is_aligned(q, 16) && attn_score_is_aligned(k, attn_score_load_size(k->type));
+#endif
+}
+
+void ggml_cuda_attn_score(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    const ggml_tensor * q       = dst->src[GGML_ATTN_SCORE_SRC_Q];
+    const ggml_tensor * k       = dst->src[GGML_ATTN_SCORE_SRC_K];
+    const ggml_tensor * mask    = dst->src[GGML_ATTN_SCORE_SRC_MASK];
+    const ggml_tensor * sinks   = dst->src[GGML_ATTN_SCORE_SRC_SINKS];
+    const ggml_tensor * weights = dst->src[GGML_ATTN_SCORE_SRC_WEIGHTS];
+    const ggml_tensor * acc     = dst->src[GGML_ATTN_SCORE_SRC_ACC];
+
+    attn_score_args a = {};
+
+    a.q       = (const char *) q->data;
+    a.k       = (const char *) k->data;
+    a.mask    = mask ? (const char *) mask->data : nullptr;
+    a.sinks   = sinks ? (const float *) sinks->data : nullptr;
+    a.weights = weights ? (const float *) weights->data : nullptr;
+    a.acc     = acc ? (const char *) acc->data : nullptr;
+    a.dst     = (char *) dst->data;
+
+    a.nbq1 = q->nb[1];
+    a.nbq2 = q->nb[2];
+    a.nbq3 = q->nb[3];
+    a.nbk1 = k->nb[1];
+    a.nbk2 = k->nb[2];
+    a.nbk3 = k->nb[3];
+    a.nbm1 = mask ? mask->nb[1] : 0;
+    a.nbm3 = mask ? mask->nb[3] : 0;
+    a.nba1 = acc ? acc->nb[1] : 0;
+    a.nba2 = acc ? acc->nb[2] : 0;
+    a.nbd1 = dst->nb[1];
+    a.nbd2 = dst->nb[2];
+
+    a.d         = q->ne[0];
+    a.n_kv      = k->ne[1];
+    a.n_q       = q->ne[1];
+    a.n_head_kv = k->ne[2];
+    a.n_group   = q->ne[2] / k->ne[2];
+    a.n_seq     = k->ne[3];
+    a.mask_f16  = mask && mask->type == GGML_TYPE_F16;
+
+    a.scale         = ggml_get_op_params_f32(dst, GGML_ATTN_SCORE_PARAM_SCALE);
+    a.logit_softcap = ggml_get_op_params_f32(dst, GGML_ATTN_SCORE_PARAM_SOFTCAP);
+    a.norm          = ggml_get_op_params_f32(dst, GGML_ATTN_SCORE_PARAM_NORM);
+
+    a.n_split = attn_score_n_split(a);
+
+    ggml_cuda_pool_alloc<float2> part(ctx.pool(), attn_score_n_part(a));
+    ggml_cuda_pool_alloc<float2> stat(ctx.pool(), attn_score_n_stat(a));
+
+    a.part = part.get();
+    a.stat = stat.get();
+
+    cudaStream_t stream = ctx.stream();
+
+    switch (k->type) {
+        case GGML_TYPE_F32:  attn_score_cuda<attn_score_f32>(a, stream); break;
+        case GGML_TYPE_F16:  attn_score_cuda<attn_score_f16>(a, stream); break;
+        case GGML_TYPE_BF16: attn_score_cuda<attn_score_bf16>(a, stream); break;
+        case GGML_TYPE_Q8_0: attn_score_cuda<attn_score_q8_0>(a, stream); break;
+        case GGML_TYPE_Q4_0: attn_score_cuda<attn_score_q4_0>(a, stream); break;
+        case GGML_TYPE_Q4_1: attn_score_cuda<attn_score_q4_1>(a, stream); break;
+        case GGML_TYPE_Q5_0: attn_score_cuda<attn_score_q5_0>(a, stream); break;
+        case GGML_TYPE_Q5_1: attn_score_cuda<attn_score_q5_1>(a, stream); break;
+        default:             GGML_ABORT("ATTN_SCORE: no kernel for K of type %s", ggml_type_name(k->type));
+    }
+}

@@ -1,0 +1,214 @@
+#!/usr/bin/env python3
+"""Compile the CUDA kernels of ATTN_SCORE for every architecture, without a card, and look at what they need.
+
+Prints registers, shared memory and spills of each kernel as ptxas reports them, and fails above the bounds below. nvcc
+is taken from ``NVCC``, ``PATH``, ``CUDA_PATH`` or where toolkits are usually installed; else the wheels of
+``requirements/cuda.txt`` are unpacked into ``build/cuda``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "native/ggml/tests/gpu/instances.cu"
+TOOLKIT = ROOT / "build/cuda"
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 120)
+
+# 4 blocks of 128 threads on a multiprocessor, of which the smallest (sm_75) has 64 K registers and 64 KiB
+MAX_REGISTERS = 128
+MAX_SHARED = 16 * 1024
+MAX_SPILL = 0
+
+# three kernels, of which two are made for 8 types of K and 2 sizes of tiles
+N_KERNELS = 2 * 8 * 2 + 1
+
+
+class CudaError(Exception):
+    """Something is missing, or a kernel is above its bounds; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of a kernel.
+
+    Parameters
+    ----------
+    name
+        as in the source, with template arguments
+    arch
+        architecture, such as 86
+    registers
+        per thread
+    shared
+        bytes of shared memory per block
+    spill
+        bytes of registers that are stored to memory and loaded again, per thread
+    """
+
+    name: str
+    arch: int
+    registers: int
+    shared: int
+    spill: int
+
+
+def find_nvcc() -> Path | None:
+    """Return nvcc of an installed toolkit, or None."""
+    chosen = os.environ.get("NVCC")
+    if chosen:
+        program = shutil.which(chosen)
+        if program is None:
+            raise CudaError(f"NVCC={chosen} is no program: unset it, or set it to the path of nvcc")
+        return Path(program)
+    places = [Path(os.environ[name]) / "bin" for name in ("CUDA_PATH", "CUDA_HOME") if name in os.environ]
+    places += [Path("/usr/local/cuda/bin"), *sorted(Path("/usr/local").glob("cuda-*/bin"), reverse=True)]
+    on_path = shutil.which("nvcc")
+    for path in [Path(on_path)] if on_path else [place / "nvcc" for place in places]:
+        if path.exists():
+            return path
+    return None
+
+
+def install_nvcc() -> Path:
+    """Unpack the pinned wheels into ``build/cuda`` and return their nvcc.
+
+    Raises
+    ------
+    CudaError
+        when pip fails, or the wheels hold no nvcc
+    """
+    wanted = (ROOT / "requirements/cuda.txt").read_text(encoding="utf-8")
+    stamp = TOOLKIT / "requirements.txt"
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
+        shutil.rmtree(TOOLKIT, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(TOOLKIT)]
+        if subprocess.run([*command, "-r", str(ROOT / "requirements/cuda.txt")]).returncode != 0:
+            raise CudaError("pip could not install requirements/cuda.txt: its message is above")
+        stamp.write_text(wanted, encoding="utf-8")
+    for path in sorted(TOOLKIT.glob("nvidia/*/bin/nvcc")):
+        for tool in [*path.parent.iterdir(), *path.parent.parent.glob("nvvm/bin/*")]:
+            if tool.is_file():  # pip --target drops the permission to execute
+                tool.chmod(0o755)
+        return path
+    raise CudaError(f"no nvcc in {TOOLKIT}: delete that folder and try again")
+
+
+def demangle(names: Iterable[str]) -> dict[str, str]:
+    """Return readable names by c++filt, or the names themselves where there is none."""
+    unique = sorted(set(names))
+    tool = shutil.which("c++filt")
+    if tool is None:
+        return {name: name for name in unique}
+    out = subprocess.run([tool], input="\n".join(unique), capture_output=True, text=True, check=True).stdout
+    return {
+        name: re.sub(r"^void |attn_score_args const|\(attn_score_args\)", "", text).replace("attn_score_", "")
+        for name, text in zip(unique, out.splitlines())
+    }
+
+
+def parse(log: str) -> list[Kernel]:
+    """Read the output of ``ptxas -v``."""
+    found = []
+    for part in log.split("Compiling entry function ")[1:]:
+        head = re.match(r"'(\S+)' for 'sm_(\d+)", part)
+        spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        registers = re.search(r"Used (\d+) registers", part)
+        shared = re.search(r"(\d+) bytes smem", part)
+        if head is None or spill is None or registers is None:
+            raise CudaError(f"cannot read what ptxas says: {part[:300]!r}")
+        found.append(
+            Kernel(
+                name=head[1],
+                arch=int(head[2]),
+                registers=int(registers[1]),
+                shared=int(shared[1]) if shared else 0,
+                spill=int(spill[1]) + int(spill[2]),
+            )
+        )
+    return found
+
+
+def compile_kernels(nvcc: Path, architectures: Sequence[int]) -> list[Kernel]:
+    """Compile all kernels, as ggml-cuda is compiled, and return what ptxas says of each.
+
+    Raises
+    ------
+    CudaError
+        when nvcc fails
+    """
+    command = [str(nvcc), "-c", "-std=c++17", "-use_fast_math", "-extended-lambda", "-Xptxas", "-v"]
+    for arch in architectures:
+        command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run(
+            [*command, "-o", f"{folder}/instances.o", str(SOURCE)], capture_output=True, text=True, check=False
+        )
+    if run.returncode != 0:
+        raise CudaError(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
+    return parse(run.stdout + run.stderr)
+
+
+def check(kernels: Sequence[Kernel], architectures: Sequence[int]) -> list[str]:
+    """Return what is above the bounds, or missing."""
+    bad = []
+    for arch in architectures:
+        n = sum(kernel.arch == arch for kernel in kernels)
+        if n != N_KERNELS:
+            bad.append(f"sm_{arch}: {n} kernels, expected {N_KERNELS}")
+    for kernel in kernels:
+        for what, value, bound in (
+            ("registers", kernel.registers, MAX_REGISTERS),
+            ("bytes of shared memory", kernel.shared, MAX_SHARED),
+            ("bytes spilled", kernel.spill, MAX_SPILL),
+        ):
+            if value > bound:
+                bad.append(f"sm_{kernel.arch} {kernel.name}: {value} {what}, at most {bound}")
+    return bad
+
+
+def table(kernels: Sequence[Kernel], architectures: Sequence[int]) -> str:
+    """Return one line per kernel: registers for each architecture, shared memory, the largest spill."""
+    names = demangle(kernel.name for kernel in kernels)
+    lines = ["| registers of | " + " | ".join(f"sm_{a}" for a in architectures) + " | shared, bytes | spilled, bytes |"]
+    lines.append("| --- |" + " ---: |" * (len(architectures) + 2))
+    for mangled, name in sorted(names.items(), key=lambda item: item[1]):
+        of = {kernel.arch: kernel for kernel in kernels if kernel.name == mangled}
+        registers = " | ".join(str(of[a].registers) if a in of else "-" for a in architectures)
+        shared = max(kernel.shared for kernel in of.values())
+        lines.append(f"| `{name}` | {registers} | {shared} | {max(kernel.spill for kernel in of.values())} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="compile the CUDA kernels of ATTN_SCORE for every architecture")
+    parser.add_argument("--install", action="store_true", help="take nvcc from the wheels even where there is another")
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="such as 86 90")
+    args = parser.parse_args()
+    try:
+        nvcc = (None if args.install else find_nvcc()) or install_nvcc()
+        print(f"{nvcc}: {subprocess.run([nvcc, '--version'], capture_output=True, text=True).stdout.splitlines()[-1]}")
+        kernels = compile_kernels(nvcc, args.arch)
+        print(table(kernels, args.arch))
+        bad = check(kernels, args.arch)
+    except CudaError as error:
+        print(f"cuda_compile: {error}", file=sys.stderr)
+        return 1
+    for text in bad:
+        print(f"above the bound: {text}", file=sys.stderr)
+    print(f"{len(kernels)} kernels for {len(args.arch)} architectures, {len(bad)} above the bounds")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
