@@ -32,11 +32,6 @@ static bool attn_score_is_aligned(const ggml_tensor * t, size_t size) {
 }
 
 bool ggml_cuda_attn_score_supported(int device, const ggml_tensor * dst) {
-#if defined(GGML_USE_HIP) || defined(GGML_USE_MUSA)
-    // nothing has compiled the kernels for these
-    GGML_UNUSED_VARS(device, dst);
-    return false;
-#else
     GGML_UNUSED(device);
 
     const ggml_tensor * q = dst->src[GGML_ATTN_SCORE_SRC_Q];
@@ -60,7 +55,6 @@ bool ggml_cuda_attn_score_supported(int device, const ggml_tensor * dst) {
     return q->ne[0] % 4 == 0 && k->ne[2] * k->ne[3] <= 65535 && k->ne[1] <= INT_MAX - ATTN_SCORE_KEYS &&
            n_rows <= 65535 * ATTN_SCORE_GROUPS && n_rows * k->ne[2] * k->ne[3] <= INT_MAX / 2 &&
            attn_score_is_aligned(q, 16) && attn_score_is_aligned(k, attn_score_load_size(k->type));
-#endif
 }
 
 void ggml_cuda_attn_score(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {

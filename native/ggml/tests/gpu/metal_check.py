@@ -42,7 +42,7 @@ def errors(clang: str, text: str, includes: list[str]) -> str:
 def variants(text: str) -> dict[str, str]:
     """Return wrong sources: spread over the file, one address space less each."""
     code = re.sub(r"//.*", "", text)
-    found = [m for m in re.finditer(r"\b(device|threadgroup|constant) (?=[\w ]+[*&])", code)]
+    found = list(re.finditer(r"\b(device|threadgroup|constant) (?=[\w ]+[*&])", code))
     step = max(1, len(found) // N_VARIANTS)
     wrong = {
         f"line {code.count(chr(10), 0, m.start()) + 1} without '{m[1]}'": code[: m.start()] + code[m.end() :]
