@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-score, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-vulkan, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-score, sweep, clean'
 
 # --- environment
 
@@ -103,6 +103,25 @@ gpu-packages:
 CUDA_ARGS ?=
 test-cuda-compile: $(TOOLS)
 	$(PY) scripts/cuda_compile.py $(CUDA_ARGS)
+
+# ... and what puts them into ggml-cuda, for one; needs cuBLAS's headers, of a wheel of 420 MB
+.PHONY: test-cuda-objects
+test-cuda-objects: $(TOOLS)
+	$(PYTHON) scripts/upstream.py prepare
+	$(PY) scripts/cuda_compile.py --objects $(CUDA_ARGS)
+
+# cuts with model and cache on a Vulkan device; by default lavapipe, Mesa's driver for the CPU: scripts/gpu_packages.sh
+# installs it. For a card: make test-vulkan VULKAN_ICD=
+VULKAN_ICD ?= $(firstword $(wildcard /usr/share/vulkan/icd.d/lvp_icd*.json))
+VULKAN_ENV  = GGML_VK_VISIBLE_DEVICES=0 $(addprefix VK_ICD_FILENAMES=,$(VULKAN_ICD))
+.PHONY: test-vulkan vulkan-build
+vulkan-build: $(TOOLS)
+	scripts/gpu_packages.sh vulkan
+	$(RUN) cmake -S . -B build/vulkan -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_VULKAN=ON $(CMAKE_PY)
+	$(RUN) cmake --build build/vulkan --target llama-dge
+
+test-vulkan: vulkan-build
+	$(VULKAN_ENV) LLAMA_DGE_LIB_PATH=$(CURDIR)/build/vulkan/bin PYTHONPATH=python $(PY) -m pytest -m vulkan $(PYTEST_ARGS)
 
 test-python: setup
 	$(PY) -m pytest $(PYTEST_ARGS)

@@ -4,6 +4,9 @@
 Prints registers, shared memory and spills of each kernel as ptxas reports them, and fails above the bounds below. nvcc
 is taken from ``NVCC``, ``PATH``, ``CUDA_PATH`` or where toolkits are usually installed; else the wheels of
 ``requirements/cuda.txt`` are unpacked into ``build/cuda``.
+
+``--objects`` compiles the two files that put the operation into ggml-cuda, for the first of the architectures: our
+launcher and the patched ``ggml-cuda.cu``, which need the headers of cuBLAS (a wheel of 420 MB, of which they are kept).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +33,20 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 120)
 MAX_REGISTERS = 128
 MAX_SHARED = 16 * 1024
 MAX_SPILL = 0
+
+# objects of ggml-cuda, without the driver's library and without cuBLAS itself
+GGML = ROOT / "build/upstream/llama.cpp/ggml"
+OBJECTS = (ROOT / "native/ggml/cuda/attn-score.cu", GGML / "src/ggml-cuda/ggml-cuda.cu")
+INCLUDES = (
+    GGML / "include",
+    GGML / "src",
+    GGML / "src/ggml-cuda",
+    ROOT / "native/ggml/include",
+    ROOT / "native/ggml/cuda",
+)
+DEFINITIONS = ("GGML_CUDA_ATTN_SCORE", "GGML_CUDA_NO_VMM", "GGML_CUDA_PEER_MAX_BATCH_SIZE=128", "GGML_USE_CUDA")
+SYMBOLS = ("ggml_cuda_attn_score(", "ggml_cuda_attn_score_supported(")
+CUBLAS = "nvidia-cublas==13.0.2.14"
 
 # three kernels, of which two are made for 8 types of K and 2 sizes of tiles
 N_KERNELS = 2 * 8 * 2 + 1
@@ -190,14 +208,68 @@ def table(kernels: Sequence[Kernel], architectures: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def cublas_headers(nvcc: Path) -> Path:
+    """Return a folder with cublas_v2.h: the toolkit's own, or that of the wheel, of which the rest is thrown away."""
+    own = nvcc.resolve().parent.parent / "include"
+    folder = TOOLKIT.with_name("cuda-cublas")
+    if (own / "cublas_v2.h").exists():
+        return own
+    if not (folder / "cublas_v2.h").exists():
+        with tempfile.TemporaryDirectory(dir=TOOLKIT.parent) as scratch:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, CUBLAS]
+            if subprocess.run(command).returncode != 0:
+                raise CudaError(f"pip could not download {CUBLAS}: its message is above")
+            with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+                folder.mkdir(exist_ok=True)
+                for name in wheel.namelist():
+                    if "/include/" in name and name.endswith(".h"):
+                        (folder / Path(name).name).write_bytes(wheel.read(name))
+    return folder
+
+
+def symbols(path: Path, kind: str) -> str:
+    """Return the demangled symbols of an object: T are those that it has, U those that it asks for."""
+    out = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
+    return "\n".join(line for line in out.splitlines() if f" {kind} " in line)
+
+
+def compile_objects(nvcc: Path, arch: int) -> None:
+    """Compile what ggml-cuda gets of the operation; what one object asks for has to be in the other.
+
+    Raises
+    ------
+    CudaError
+        when a source does not compile, or the two do not fit
+    """
+    if not OBJECTS[1].exists():
+        raise CudaError(f"{OBJECTS[1]} is not there: make patches-apply")
+    command = [str(nvcc), "-c", "-std=c++17", f"-arch=sm_{arch}", "-use_fast_math", "-extended-lambda"]
+    command += [f"-I{path}" for path in (*INCLUDES, cublas_headers(nvcc))] + [f"-D{name}" for name in DEFINITIONS]
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in OBJECTS]
+        for source, path in zip(OBJECTS, objects):
+            run = subprocess.run([*command, "-o", str(path), str(source)], capture_output=True, text=True)
+            if run.returncode != 0:
+                raise CudaError(f"{source} does not compile for sm_{arch}:\n{run.stdout}{run.stderr}")
+            print(f"{source.relative_to(ROOT)}: sm_{arch}, {path.stat().st_size} bytes")
+        for name in SYMBOLS:
+            if name not in symbols(objects[1], "U") or name not in symbols(objects[0], "T"):
+                raise CudaError(f"{name}...) is not called by ggml-cuda.cu, or attn-score.cu has another")
+    print(f"ggml-cuda.cu calls {len(SYMBOLS)} functions of attn-score.cu")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="compile the CUDA kernels of ATTN_SCORE for every architecture")
     parser.add_argument("--install", action="store_true", help="take nvcc from the wheels even where there is another")
+    parser.add_argument("--objects", action="store_true", help="the files of ggml-cuda in place of the kernels")
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="such as 86 90")
     args = parser.parse_args()
     try:
         nvcc = (None if args.install else find_nvcc()) or install_nvcc()
         print(f"{nvcc}: {subprocess.run([nvcc, '--version'], capture_output=True, text=True).stdout.splitlines()[-1]}")
+        if args.objects:
+            compile_objects(nvcc, args.arch[0])
+            return 0
         kernels = compile_kernels(nvcc, args.arch)
         print(table(kernels, args.arch))
         bad = check(kernels, args.arch)

@@ -207,11 +207,11 @@ def _operations_to(names: list[str]) -> Callable[[int, bool, object], bool]:
 class NativeModel:
     """A loaded GGUF file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, n_gpu_layers: int = 0) -> None:
         api = llama()
         api.llama_backend_init()
         params = api.llama_model_default_params()
-        params.n_gpu_layers = 0
+        params.n_gpu_layers = n_gpu_layers
         params.use_mmap = False
         self.handle = api.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:

@@ -1,0 +1,162 @@
+#!/usr/bin/env python3
+"""Compute what a cut costs on a device: operations, bytes, and the least time that they take (docs/gpu.md).
+
+A roofline: each step takes the longer of its arithmetic and its memory traffic, at the device's published peaks.
+Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DOC = Path(__file__).resolve().parent.parent / "docs/gpu.md"
+BEGIN, END = "<!-- scripts/gpu_cost.py -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Device:
+    """Peaks as published.
+
+    Parameters
+    ----------
+    name
+        of the device
+    flops
+        f32 operations per second, without tensor cores, which the kernels do not use
+    matrix
+        f16 operations per second of its matrix units, for the prefill
+    memory
+        bytes per second of its memory
+    link
+        bytes per second to and from host memory
+    """
+
+    name: str
+    flops: float
+    matrix: float
+    memory: float
+    link: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decides the size of a cache: Llama 3 8B.
+
+    Parameters
+    ----------
+    n_layer, n_head, n_head_kv, n_embd_head
+        as in the file of the model
+    n_params
+        weights that each token passes
+    """
+
+    n_layer: int = 32
+    n_head: int = 32
+    n_head_kv: int = 8
+    n_embd_head: int = 128
+    n_params: float = 7.5e9
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of a cut: operations, bytes of device memory, bytes over the link."""
+
+    name: str
+    flops: float
+    memory: float
+    link: float
+
+    def seconds(self, device: Device) -> float:
+        """Return the least time on a device."""
+        return max(self.flops / device.flops, self.memory / device.memory) + self.link / device.link
+
+
+# M2 Max: host and device share the memory, so a copy over the "link" reads and writes it
+DEVICES = (
+    Device("RTX 4090", 82.6e12, 165e12, 1008e9, 32e9),
+    Device("M2 Max (38 cores)", 13.6e12, 13.6e12, 400e9, 200e9),
+    Device("H200", 67e12, 989e12, 4800e9, 64e9),
+)
+
+BYTES = {"f16": 2.0, "q8_0": 34 / 32}
+
+
+def steps(model: Model, n_kv: int, n_rows: int, budget: int, cache: str) -> list[Step]:
+    """Return the steps of one cut of one sequence, all layers.
+
+    Parameters
+    ----------
+    model
+        its shape
+    n_kv
+        rows of the prompt
+    n_rows
+        queries that score: window + draft_tokens - 1
+    budget
+        rows that stay per layer and KV head
+    cache
+        type of K and V
+    """
+    heads, heads_kv = model.n_layer * model.n_head, model.n_layer * model.n_head_kv
+    row = model.n_embd_head * BYTES[cache]
+
+    # logits twice: 2 operations per product, and about 8 for scale, mask, maximum, exponential, sums
+    score = 2 * n_kv * n_rows * heads * (2 * model.n_embd_head + 8)
+    k_bytes = n_kv * heads_kv * row
+    scores = 4.0 * n_kv * heads_kv
+    kept = budget * heads_kv * row
+    return [
+        Step("score (attn-score)", score, 2 * k_bytes + scores, scores),
+        Step("park and compact by the host, as it is", 0, 2 * k_bytes + 2 * kept, 2 * k_bytes + 2 * kept),
+        Step("compact on the device, not built", 0, 4 * kept, 0),
+    ]
+
+
+def prefill(model: Model, n_kv: int) -> float:
+    """Return the operations of the prefill of ``n_kv`` tokens."""
+    attention = 4.0 * n_kv * n_kv / 2 * model.n_embd_head * model.n_head * model.n_layer
+    return 2 * model.n_params * n_kv + attention
+
+
+def table(n_rows: int, budget: int) -> str:
+    """Return the table of docs/gpu.md."""
+    model = Model()
+    lines = [
+        "| tokens, cache | step | GFLOP | device memory, MB | link, MB | " + " | ".join(d.name for d in DEVICES) + " |"
+    ]
+    lines.append("| --- | --- |" + " ---: |" * (3 + len(DEVICES)))
+    for n_kv in (4096, 8192, 32768):
+        for cache in BYTES:
+            for step in steps(model, n_kv, n_rows, budget, cache):
+                times = " | ".join(f"{1e3 * step.seconds(device):.2f} ms" for device in DEVICES)
+                lines.append(
+                    f"| {n_kv}, {cache} | {step.name} | {step.flops / 1e9:.1f} | {step.memory / 1e6:.0f} "
+                    f"| {step.link / 1e6:.0f} | {times} |"
+                )
+        flops = prefill(model, n_kv)
+        times = " | ".join(f"{1e3 * flops / device.matrix:.0f} ms" for device in DEVICES)
+        lines.append(f"| {n_kv} | its prefill, for comparison | {flops / 1e9:.0f} | | | {times} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what a cut costs on a device, by its published peaks")
+    parser.add_argument("--rows", type=int, default=9, help="queries that score: window + draft_tokens - 1")
+    parser.add_argument("--budget", type=int, default=1024, help="rows that stay per layer and KV head")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
+    args = parser.parse_args()
+    text = table(args.rows, args.budget)
+    if args.write:
+        doc = DOC.read_text(encoding="utf-8")
+        before, rest = doc.split(BEGIN, 1)
+        DOC.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
