@@ -33,11 +33,12 @@ STEP_WANTED = 1.5  # a choice / a decode step of the full cache, at most
 
 def arms(budget: int) -> dict[str, dict[str, Any] | None]:
     """Return the settings of each arm; the first is the full cache."""
-    some: dict[str, dict[str, Any] | None] = {"full": None, "one cut": {"budget": budget}}
+    # the cut has to be behind the tokens that `turn` does not time
+    some: dict[str, dict[str, Any] | None] = {"full": None, "one cut": {"budget": budget, "draft_tokens": 2}}
     for refresh in (16, 8, 4, 1):
-        some[f"refresh {refresh}"] = {"budget": budget, "refresh": refresh}
-    some["refresh 4, overlap"] = {"budget": budget, "refresh": 4, "refresh_overlap": True}
-    some["refresh auto"] = {"budget": budget, "refresh": "auto"}
+        some[f"refresh {refresh}"] = {"budget": budget, "draft_tokens": 2, "refresh": refresh}
+    some["refresh 4, overlap"] = {"budget": budget, "draft_tokens": 2, "refresh": 4, "refresh_overlap": True}
+    some["refresh auto"] = {"budget": budget, "draft_tokens": 2, "refresh": "auto"}
     return some
 
 

@@ -198,9 +198,9 @@ def test_turns_go_both_ways() -> None:
 )
 def test_a_cut_that_was_none_is_an_error(changes: dict[str, Any], message: str) -> None:
     good = {"state": "cut", "error": None, "budget": 512, "rows_before": 1001, "rows_after": 513}
-    measure.check_cut("a", DGEConfig(budget=512), good, 1000)
+    measure.check_cut("a", DGEConfig(budget=512, draft_tokens=2), good, 1000)
     with pytest.raises(workers.BenchError, match=re.escape(message)):
-        measure.check_cut("a", DGEConfig(budget=512), {**good, **changes}, 1000)
+        measure.check_cut("a", DGEConfig(budget=512, draft_tokens=2), {**good, **changes}, 1000)
 
 
 def test_the_lock_lets_others_in(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_run(run: Callable[..., tuple[int, str, str]], model: str, document: str
     assert stats is not None and stats.state == "cut"
     report = report_of(err)
     assert report["prompt"] == f"{stats.n_prompt} tokens"
-    assert report["rows kept"].startswith(f"65 of {stats.rows_before} per KV head in {stats.n_layer} layers, ")
+    assert report["rows kept"].startswith(f"71 of {stats.rows_before} per KV head in {stats.n_layer} layers, ")
     assert report["KV rows attended"] == f"{stats.n_kv} at the end"
     assert re.fullmatch(r"[\d,]+\.\d tokens/s, \d+\.\d\d s", report["prefill"])
     assert re.fullmatch(r"[\d,]+\.\d tokens/s, \d+\.\d\d s \(11 tokens\)", report["decode"])
@@ -134,7 +134,7 @@ def test_run_options_become_settings(
             made.append(self)
 
     monkeypatch.setattr(_common, "Llama", Spy)
-    status, _, err = run("run", model, "-f", document, "--max-tokens", "8", *options)
+    status, _, err = run("run", model, "-f", document, "--max-tokens", "12", *options)
     assert status == 0
     assert made[0].dge_config == llama_dge.DGEConfig(**settings)
     assert "cut" in report_of(err)
@@ -142,7 +142,7 @@ def test_run_options_become_settings(
 
 def test_run_with_a_quantised_cache(run: Callable[..., tuple[int, str, str]], model: str, document: str) -> None:
     """--flash-attn follows from --type-v: llama.cpp quantises V only with it."""
-    args = ["run", model, "-f", document, "--budget", "64", "--max-tokens", "8"]
+    args = ["run", model, "-f", document, "--budget", "64", "--max-tokens", "12"]
     _, _, f16 = run(*args)
     status, _, q8_0 = run(*args, "--type-k", "q8_0", "--type-v", "q8_0")
     assert status == 0

@@ -72,8 +72,8 @@ def test_three_turns_restore_what_was_cut(run: Callable[..., tuple[int, str, str
     assert prompts[0][0] == prompts[0][1] > 580
     before = 0
     for turn, (n_prompt, n_evaluated) in zip(turns, prompts):
-        assert numbers(turn["rows kept"])[:2] == [65, n_prompt + 1]
-        assert numbers(turn["rows parked"]) == [n_prompt + 1]
+        assert numbers(turn["rows kept"])[:2] == [71, n_prompt + 7]
+        assert numbers(turn["rows parked"]) == [n_prompt + 7]
         (restored,) = numbers(turn["rows restored"])
         assert (restored > 0) == (before > 0) and restored + n_evaluated >= n_prompt
         if before:

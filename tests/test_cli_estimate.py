@@ -156,7 +156,7 @@ def test_table(run: Callable[..., tuple[int, str, str]], zoo: Zoo) -> None:
     status, out, _ = run(str(zoo["g2"].path), "--n-ctx", "2048", "--n-prompt", "1500", "--budget", "64")
     assert status == 0
     lines = dict(line.split("  ", 1) for line in out.splitlines())
-    assert lines["rows"].strip() == "1,501 -> 65 per layer and KV head"
+    assert lines["rows"].strip() == "1,507 -> 71 per layer and KV head"
     assert list(lines)[2:6] == [
         "weights",
         "KV cache for 2,048 cells",

@@ -202,9 +202,9 @@ def test_defaults() -> None:
     assert dataclasses.asdict(DGEConfig()) == {
         "policy": "snapkv",
         "scores": "draft",
-        "draft_pooling": "none",
+        "draft_pooling": "max",
         "budget": 1024,
-        "draft_tokens": 2,
+        "draft_tokens": 8,
         "window": 8,
         "kernel_size": 7,
         "pooling": "max",

@@ -17,10 +17,13 @@ def test_full() -> None:
 
 def test_settings() -> None:
     arm = parse_arm("snapkv:k=1,scores=policy,budget=128")
-    assert arm.config == DGEConfig(draft_tokens=1, scores="policy", budget=128, new_turn="reprefill", elastic=False)
+    assert arm.config == DGEConfig(
+        draft_tokens=1, scores="policy", draft_pooling="none", budget=128, new_turn="reprefill", elastic=False
+    )
     assert parse_arm("snapkv:refresh=auto,refresh_mass=0.8,budget=64").config.refresh_mass == 0.8  # type: ignore[union-attr]
     assert parse_arm("snapkv:budget=0.25").config.budget == 0.25  # type: ignore[union-attr]
-    assert parse_arm(" dge ", budget=64).config.scores == "draft"  # type: ignore[union-attr]
+    dge = parse_arm(" dge ", budget=64).config
+    assert dge is not None and (dge.scores, dge.draft_tokens, dge.draft_pooling) == ("draft", 2, "none")  # the paper's
     assert parse_arm("pyramidkv:budget=64,layer_budgets=reference").config.layer_budgets == "reference"  # type: ignore[union-attr]
 
 

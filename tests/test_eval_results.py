@@ -147,6 +147,19 @@ def test_summary() -> None:
     assert "| 0.55 | 2/4 |" in summary(rows, depths=True).replace("0.6 |", "0.55 |")
 
 
+def test_summary_as_a_grid() -> None:
+    rows = [row("full", f"p{i}", float(i < 3), [0.0] * 3) for i in range(4)]
+    for budget, score in ((64, 0.0), (128, 1.0)):
+        more = {"budget": budget, "set": "facts"}
+        rows += [row(f"snapkv:k=1,budget={budget}", f"p{i}", score, [0.0, 0.5, 1.5], **more) for i in range(4)]
+    rows.append(row("streamingllm:k=1,budget=64", "p0", 1.0, [0.0]))
+    text = summary(rows, by_set=False, grid=True)
+    assert "m, 1024 tokens, all: hits, KL after the cut" in text and "| arm | 64 rows | 128 rows |" in text
+    assert "| full cache | 3/4 | 3/4 |\n| `snapkv:k=1` | 0/4, 1.000 | 4/4, 1.000 |" in text
+    assert "| `streamingllm:k=1` | 1/1 |  |" in text
+    assert "m, 1024 tokens, facts: hits" in summary(rows, grid=True)
+
+
 def test_summary_of_answers_to_several_questions() -> None:
     """Their score is the share that was found; they have no depth."""
     more = {"expected": ["a", "b", "c"], "set": "together", "depth": None}

@@ -21,7 +21,7 @@ START = """
 import json, sys
 import llama_dge
 llama_dge.patch_llama_cpp()
-path, prompt, dge = sys.argv[1], sys.argv[2], {"budget": 64}
+path, prompt, dge = sys.argv[1], sys.argv[2], {"budget": 64, "draft_tokens": 2}
 """
 END = """
 assert type(llm) is llama_dge.Llama

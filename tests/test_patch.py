@@ -40,7 +40,7 @@ import sys
 import llama_dge
 llama_dge.patch_llama_cpp()
 import llama_cpp, pickle
-llm = llama_cpp.Llama(sys.argv[1], n_ctx=1024, n_threads=1, verbose=False, dge={"budget": 32})
+llm = llama_cpp.Llama(sys.argv[1], n_ctx=1024, n_threads=1, verbose=False, dge={"budget": 32, "draft_tokens": 2})
 llm("abcdefgh" * 30, max_tokens=8, temperature=0)
 print(type(llm).__module__, llm.dge_stats.state, llm.dge_stats.rows_after)
 print(pickle.loads(pickle.dumps(llm)).dge_config.budget)

@@ -356,7 +356,7 @@ def test_settings_change_in_the_middle_of_a_chat(new_llm: LlamaFactory) -> None:
 
 def test_recall_through_generate(new_llm: LlamaFactory) -> None:
     """Rows stay within the budget; stop strings, streaming and later turns work as always."""
-    dge = {"budget": BUDGET, "window": 8, "refresh": 4}
+    dge = {"budget": BUDGET, "draft_tokens": 2, "window": 8, "refresh": 4}
     llm = new_llm(dge)
     answer = greedy(llm, PROMPT, 100)
     stats = llm.dge_stats

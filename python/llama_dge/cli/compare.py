@@ -67,11 +67,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def _arms(args: argparse.Namespace) -> list[tuple[str, Arm]]:
     """Return labels and arms, the full cache first."""
     if args.arms is None:
+        # of DGEConfig's defaults
         texts = {
             "full cache": "full",
             "bare policy": "snapkv:k=1,scores=policy",
-            "DGE": "dge:k=2",
-            f"refresh {args.refresh}": f"dge:k=2,refresh={args.refresh}",
+            "DGE": "dge:k=8,draft_pooling=max",
+            f"refresh {args.refresh}": f"dge:k=8,refresh={args.refresh}",
         }
     else:
         texts = {"full cache": "full", **{text: text for text in args.arms if text != "full"}}

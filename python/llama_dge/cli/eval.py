@@ -35,7 +35,7 @@ DEFAULT_ARMS = (
     "snapkv:k=1,scores=policy",
     "dge:k=2",
     "dge:k=8,draft_pooling=max",
-    "dge:k=2,refresh=4",
+    "dge:k=8,refresh=4",
 )
 
 
@@ -86,6 +86,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     tables.add_argument("results", nargs="+", metavar="FILE", help="made by the other tasks")
     tables.add_argument("--depths", action="store_true", help="needle: hits by depth and length, for each arm")
     tables.add_argument("--pool", action="store_true", help="needle: kinds of facts together")
+    tables.add_argument("--grid", action="store_true", help="needle: hits and divergence by arm and budget")
     tables.add_argument("--known", action="store_true", help="only prompts that the full cache answers rightly")
     add_verbose(tables)
     tables.set_defaults(command_function=_summary)
@@ -197,7 +198,7 @@ def _summary(args: argparse.Namespace) -> int:
         raise CLIError(str(error)) from error
     if not rows:
         raise CLIError("there are no results")
-    print(summary(rows, depths=args.depths, by_set=not args.pool, known=args.known), end="")
+    print(summary(rows, depths=args.depths, by_set=not args.pool, known=args.known, grid=args.grid), end="")
     return 0
 
 

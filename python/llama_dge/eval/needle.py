@@ -112,7 +112,8 @@ def _questions(
 
 
 def _together(task: NeedleTask, stack: Haystack, length: int, seed: int, prompter: Prompter) -> Prompt:
-    way = seed % 3 if task.paraphrase is None else task.paraphrase
+    # asked in another way, small models stop after the first answer
+    way = task.paraphrase or 0
     if prompter.chat:
         questions = " ".join(needle.questions[way] for needle in stack.needles)
         instruction = _TOGETHER.format(n=len(stack.needles))

@@ -105,6 +105,30 @@ def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
     return table(header, lines)
 
 
+def grid_table(rows: Sequence[Row], by_set: bool = True) -> str:
+    """Return hits, and divergence after the cut, by arm and budget: a table for each model, length and set."""
+    parts = []
+    groups = _group(rows, lambda row: (row["model"], row.get("length", 0), row["set"] if by_set else "all"))
+    for (model, length, name), cell in sorted(groups.items()):
+        full = [row for row in cell if row["arm"] == FULL]
+        budgets = sorted({row["budget"] for row in cell if row["arm"] != FULL})
+        places = _group((row for row in cell if row["arm"] != FULL), lambda row: (_bare(row), row["budget"]))
+        lines = [["full cache", *[_hits_cell(full)] * len(budgets)]] if full else []
+        for arm in sorted({arm for arm, _ in places}):
+            lines.append([f"`{arm}`", *(_hits_cell(places.get((arm, budget), [])) for budget in budgets)])
+        table_ = table(["arm", *(f"{budget} rows" for budget in budgets)], lines)
+        parts.append(f"{model}, {length} tokens, {name}: hits, KL after the cut\n\n{table_}")
+    return "\n\n".join(parts)
+
+
+def _hits_cell(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    kl, _ = distances(rows)
+    hits = f"{n_hits(rows)}/{sum(len(row['expected']) for row in rows)}"
+    return f"{hits}, {np.mean(kl):.3f}" if kl else hits
+
+
 def _order(row: Row) -> int:
     return 0 if row["arm"] == FULL else 1
 
@@ -177,7 +201,9 @@ def kl_table(rows: Sequence[Row]) -> str:
     )
 
 
-def summary(rows: Sequence[Row], *, depths: bool = False, by_set: bool = True, known: bool = False) -> str:
+def summary(
+    rows: Sequence[Row], *, depths: bool = False, by_set: bool = True, known: bool = False, grid: bool = False
+) -> str:
     """Return the tables of all tasks in a file of results.
 
     Parameters
@@ -190,6 +216,8 @@ def summary(rows: Sequence[Row], *, depths: bool = False, by_set: bool = True, k
         Keep the sets of needles apart.
     known
         Only prompts that the full cache answers rightly.
+    grid
+        Needles by arm and budget, hits and mean divergence alone.
     """
     parts = []
     for (task,), cell in sorted(_group(rows, lambda row: (row["task"],)).items()):
@@ -197,7 +225,7 @@ def summary(rows: Sequence[Row], *, depths: bool = False, by_set: bool = True, k
         if not cell:
             continue
         if task == "needle":
-            parts.append(f"## {task}\n\n{needle_table(cell, by_set)}")
+            parts.append(f"## {task}\n\n{(grid_table if grid else needle_table)(cell, by_set)}")
             if depths:
                 parts.append(depth_table(cell))
         elif task == "longbench":
