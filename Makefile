@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-vulkan, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-score, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-vulkan, gpu-check, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-score, sweep, clean'
 
 # --- environment
 
@@ -122,6 +122,14 @@ vulkan-build: $(TOOLS)
 
 test-vulkan: vulkan-build
 	$(VULKAN_ENV) LLAMA_DGE_LIB_PATH=$(CURDIR)/build/vulkan/bin PYTHONPATH=python $(PY) -m pytest -m vulkan $(PYTEST_ARGS)
+
+# on a machine with an NVIDIA card; GPU_ARGS=--dry-run takes the CPU. The tools first where nothing can be downloaded
+.PHONY: gpu-check gpu-check-tools
+gpu-check-tools: $(TOOLS)
+	$(PYTHON) scripts/upstream.py prepare
+GPU_ARGS ?=
+gpu-check: gpu-check-tools
+	scripts/gpu_check.sh $(GPU_ARGS)
 
 test-python: setup
 	$(PY) -m pytest $(PYTEST_ARGS)
