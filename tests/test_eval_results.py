@@ -162,9 +162,10 @@ def test_summary_as_a_grid() -> None:
 
 def test_summary_of_answers_to_several_questions() -> None:
     """Their score is the share that was found; they have no depth."""
-    more = {"expected": ["a", "b", "c"], "set": "together", "depth": None}
-    rows = [row("full", f"p{i}", score, [0.0] * 3, **{**more, "score_draft": 1 / 3}) for i, score in enumerate((1, 2 / 3))]
-    rows.append(row("snapkv:k=1,budget=64", "p0", 2 / 3, [0.0] * 3, **{**more, "score_draft": 1 / 3}))
+    more: dict[str, Any] = {"expected": ["a", "b", "c"], "set": "together", "depth": None}
+    more["score_draft"] = 1 / 3
+    rows = [row("full", f"p{i}", score, [0.0] * 3, **more) for i, score in enumerate((1, 2 / 3))]
+    rows.append(row("snapkv:k=1,budget=64", "p0", 2 / 3, [0.0] * 3, **more))
     text = summary(rows, depths=True)
     assert "| full | 5/6 | 0.44 .. 0.97 |" in text and "| snapkv:k=1 | 2/3 | 0.21 .. 0.94 | 1 |" in text
     assert "0.55" not in text

@@ -114,7 +114,8 @@ def test_questions_together(prompter: Prompter) -> None:
     assert first.id != second.id and len(first.expected) == len(set(first.expected)) == 3
     text = prompter._model.detokenize(list(first.tokens)).decode()
     document, questions = text.split("Answer 3 questions, each in one full sentence. ")
-    assert questions.count("What is the secret number for") == 3 and all(document.count(answer) == 1 for answer in first.expected)
+    assert questions.count("What is the secret number for") == 3
+    assert all(document.count(answer) == 1 for answer in first.expected)
     assert not any(answer in questions for answer in first.expected)
     with pytest.raises(ValueError, match="together: asks questions, which needs a chat template"):
         next(needle_prompts(task, prompter))

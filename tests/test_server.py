@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PROMPT = "the quick brown fox jumps over the lazy dog; " * 9  # 400 tokens of the tiny models
 BUDGET = 64
+DGE = {"budget": BUDGET, "draft_tokens": 2}
 NEVER_ENDS = {"2": -100}  # the token that ends an answer
 
 
@@ -79,7 +80,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(zoo: Zoo) -> Iterator[Server]:
-    running = Server(zoo["g2"].path, "--n-ctx", "2048", "--alias", "tiny", "--dge", f'{{"budget": {BUDGET}, "draft_tokens": 2}}')
+    running = Server(zoo["g2"].path, "--n-ctx", "2048", "--alias", "tiny", "--dge", json.dumps(DGE))
     yield running
     running.client.close()
     running.stop()
@@ -211,7 +212,7 @@ def test_client_goes_away_from_a_request_without_stream(server: Server) -> None:
 
 
 def test_client_goes_away_during_the_prefill(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = ServerLlama(str(zoo["g2"].path), n_ctx=1024, n_batch=64, n_threads=1, verbose=False, dge={"budget": BUDGET, "draft_tokens": 2})
+    llm = ServerLlama(str(zoo["g2"].path), n_ctx=1024, n_batch=64, n_threads=1, verbose=False, dge=DGE)
     want = llm(PROMPT, max_tokens=12, temperature=0)["choices"][0]["text"]
     llm.reset()
     request = llm.request = Request(Service())
@@ -285,7 +286,7 @@ def test_shutdown_in_the_middle_of_answers(zoo: Zoo, tmp_path: Path, sig: int) -
     park.mkdir()
     config = tmp_path / "config.json"
     model = {"model": str(zoo["g2"].path), "model_alias": "tiny", "n_ctx": 2048, "verbose": False}
-    dge = {"budget": BUDGET, "draft_tokens": 2, "park": "disk", "park_dir": str(park)}
+    dge = {**DGE, "park": "disk", "park_dir": str(park)}
     config.write_text(json.dumps({"api_key": "k", "models": [{**model, "dge": dge}]}), encoding="utf-8")
     server = Server(config, "--config", str(config))
     with pytest.raises(openai.AuthenticationError):

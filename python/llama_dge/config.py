@@ -73,8 +73,9 @@ class DGEConfig:
 
     The prompt is evaluated as always and the first `draft_tokens` tokens of the answer are decoded on the full cache.
     Then the cache is cut once, in place: every layer and KV head keeps `budget` rows of the prompt, and decoding goes
-    on over those. Defaults are what our own figures speak for (docs/results.md), not the paper's settings. The method is due to Kang and Yoo, "When to Evict, Not What to Keep: Draft-Guided Eviction for
-    Training-Free KV-Cache Compression", https://arxiv.org/abs/2609.33334.
+    on over those. The method is due to Kang and Yoo, "When to Evict, Not What to Keep: Draft-Guided Eviction for
+    Training-Free KV-Cache Compression", https://arxiv.org/abs/2609.33334. Defaults are not the paper's settings but
+    those that our own figures speak for (docs/results.md).
 
     Parameters
     ----------

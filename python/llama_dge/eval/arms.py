@@ -10,8 +10,8 @@ from typing import Any
 from ..config import POLICIES, DGEConfig
 
 FULL = "full"
-# A prompt is read once for all arms, so nothing of it has to come back after a cut; the cache keeps its size. The draft is
-# the paper's, so that an arm's name means the same whatever the defaults of DGEConfig are.
+# A prompt is read once for all arms, so nothing of it has to come back after a cut; the cache keeps its size. The draft
+# is the paper's, so that an arm's name means the same whatever the defaults of DGEConfig are.
 _DEFAULTS = {"new_turn": "reprefill", "elastic": False, "draft_tokens": 2, "draft_pooling": "none"}
 _NOT_HERE = {"policy", "elastic", "strict", "head_budgets"}
 _SHORT = {"k": "draft_tokens"}

@@ -230,9 +230,7 @@ class Engine:
             _native.seq_set_queries(self._ctx, _SEQ, queries)
         return self._arm(len(prompt))
 
-    def _run_arm(
-        self, arm: Arm, prompt: list[int], full: _Full, max_tokens: int, stop: Stop | None
-    ) -> ArmResult:
+    def _run_arm(self, arm: Arm, prompt: list[int], full: _Full, max_tokens: int, stop: Stop | None) -> ArmResult:
         config = arm.config
         assert config is not None
         n_prompt, k = len(prompt), config.draft_tokens
