@@ -63,6 +63,7 @@ PY
     echo "   status $status, $(tail -n 1 "$steps" | "$python" -c 'import json,sys; print(json.load(sys.stdin)["seconds"])') s" >&2
 }
 
+# limits of the steps with a card, in all 720 s
 if test -n "$dry"; then
     device=CPU
     card="none: dry run on the CPU"
@@ -82,19 +83,19 @@ fi
 bin=$build/bin
 export LLAMA_DGE_LIB_PATH=$PWD/$bin PYTHONPATH=$PWD/python LLAMA_DGE_TEST_DEVICE=$device
 
-step configure 60 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" "${options[@]}"
-step build 420 cmake --build "$build" -j "$jobs" --target llama-dge test-attn-score test-backend-ops
-step attn-score 60 "$bin/test-attn-score"
-step backend-ops 60 "$bin/test-backend-ops" test -o ATTN_SCORE
+step configure 30 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" "${options[@]}"
+step build 300 cmake --build "$build" -j "$jobs" --target llama-dge test-attn-score test-backend-ops
+step attn-score 30 "$bin/test-attn-score"
+step backend-ops 40 "$bin/test-backend-ops" test -o ATTN_SCORE
 if test -n "$dry"; then
     step eviction 300 "$python" -m pytest -q tests/test_kept_sets.py -k other_caches
     step measure 120 "$python" -m bench.gpu --dry-run --out "$log/measure.json"
 else
-    step eviction 120 "$python" -m pytest -q -m vulkan tests/test_vulkan.py -k "not whole_model"
-    step measure 200 "$python" -m bench.gpu --out "$log/measure.json"
-    step backend-perf 40 "$bin/test-backend-ops" perf -o ATTN_SCORE -b CUDA0
-    step sanitizer-memory 90 compute-sanitizer --tool memcheck --error-exitcode 1 "$bin/test-attn-score"
-    step sanitizer-races 90 compute-sanitizer --tool racecheck --error-exitcode 1 "$bin/test-attn-score"
+    step eviction 90 "$python" -m pytest -q -m vulkan tests/test_vulkan.py -k "not whole_model"
+    step measure 150 "$python" -m bench.gpu --out "$log/measure.json"
+    step backend-perf 20 "$bin/test-backend-ops" perf -o ATTN_SCORE -b CUDA0
+    step sanitizer-memory 30 compute-sanitizer --tool memcheck --error-exitcode 1 "$bin/test-attn-score"
+    step sanitizer-races 30 compute-sanitizer --tool racecheck --error-exitcode 1 "$bin/test-attn-score"
 fi
 
 "$python" - "$out" "$steps" "$log/measure.json" "$card" "$device" << 'PY'
