@@ -149,7 +149,7 @@ def table(n_rows: int, budget: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="what a cut costs on a device, by its published peaks")
-    parser.add_argument("--rows", type=int, default=9, help="queries that score: window + draft_tokens - 1")
+    parser.add_argument("--rows", type=int, default=15, help="queries that score: window + draft_tokens - 1")
     parser.add_argument("--budget", type=int, default=1024, help="rows that stay per layer and KV head")
     parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
     args = parser.parse_args()
