@@ -87,11 +87,13 @@ test-native: $(TOOLS)
 
 # the CUDA and Metal kernels compiled for the CPU, in three orders of threads, with sanitizers, beside wrong variants of
 # them; docs/gpu.md. The Metal part needs clang, and is reported as skipped without it: make gpu-packages
+# SHIM_ARGS= runs wrong variants of the Metal kernels as well, a minute
+SHIM_ARGS ?= -LE slow
 .PHONY: test-gpu-shim test-cuda-compile gpu-packages
 test-gpu-shim: $(TOOLS)
 	$(RUN) cmake -S native/ggml/tests/gpu -B build/gpu-shim -G Ninja $(CMAKE_PY)
 	$(RUN) cmake --build build/gpu-shim
-	$(RUN) ctest --test-dir build/gpu-shim --output-on-failure --no-tests=error
+	$(RUN) ctest --test-dir build/gpu-shim --output-on-failure --no-tests=error $(SHIM_ARGS)
 
 # clang, and Vulkan with a driver for the CPU, by apt-get
 gpu-packages:

@@ -91,7 +91,11 @@ int main() {
     int    n_fail = 0;
     double worst  = 0;
 
+#ifdef FEW_CASES
+    const auto cases = attn_score_cases_small();
+#else
     const auto cases = attn_score_cases();
+#endif
     for (const auto & c : cases) {
         const attn_score_problem p = attn_score_make(c, 1);
         for (unsigned order = 0; order < 3; ++order) {
