@@ -95,7 +95,8 @@ def test_ratios() -> None:
         "cut": pytest.approx(2.5 / 5),
         "cut_outside": pytest.approx((4.5 - 3 * 0.5) / 5),
     }
-    assert list(found) == [ratio.key for ratio in report.RATIOS]
+    assert set(found) == {ratio.key for ratio in report.RATIOS}
+    assert "cut" not in report.ratios([made_up_round()], ARM, 4, report.CPU)  # dge_stats does not know it
     assert report.stock_ratios([made_up_round()]) == {"prefill": 0.5, "decode": 2.0}
 
 
@@ -164,9 +165,13 @@ def test_without_stock_nothing_is_called_passed() -> None:
 
 def test_a_busy_machine_is_told() -> None:
     busy = {arm: [[1.0, 0.5]] for arm in NAMES}
-    result = made_up_result(made_up_round(prefill=busy, before=busy, decode=busy))
-    assert "NOT a quiet machine" in report.table(result)
-    assert "NOT a quiet machine" not in report.table(made_up_result(made_up_round()))
+    result = made_up_result(made_up_round(prefill=busy, before=busy, decode={**busy, ARM: [[1.0, 0.25]]}))
+    text = report.table(result)
+    assert "NOT a quiet machine" in text and text.count("full / stock: prefill") == 2
+    assert row_of(text, "ratio, same turn", ARM)[2] == "1.000"
+    assert row_of(text, "the same by CPU time", ARM)[2] == "2.000"
+    text = report.table(made_up_result(made_up_round()))
+    assert "NOT a quiet machine" not in text and "CPU time" not in text
 
 
 def test_other_builds_are_told() -> None:

@@ -94,18 +94,23 @@ def cut_seconds(round_: Round, name: str, block: int, clock: int) -> float:
 
 
 def ratios(rounds: Sequence[Round], name: str, block: int, clock: int = WALL) -> dict[str, float]:
-    """Return RATIOS of an arm with eviction, of the rounds of one prompt length: medians over all turns or rounds."""
+    """Return RATIOS of an arm with eviction, of the rounds of one prompt length: medians over all turns or rounds.
+
+    By CPU time without ``cut``, of which dge_stats knows the wall-clock time only.
+    """
     budget = str(rounds[0]["cut"][name]["budget"])
     prefills = [sum(t[clock] for t in round_["prefill"][name]) for round_ in rounds]
     outside = [cut_seconds(round_, name, block, clock) for round_ in rounds]
-    return {
+    found = {
         "prefill": _speed((r["prefill"] for r in rounds), name, FULL, clock),
         "before": _speed((r["before"] for r in rounds), name, FULL, clock),
         "after": _speed((r["decode"] for r in rounds), name, FULL, clock),
         "fresh": _speed((r["fresh"][budget] for r in rounds), name, FULL, clock),
-        "cut": float(median(r["cut"][name]["seconds"] / prefill for r, prefill in zip(rounds, prefills))),
         "cut_outside": float(median(cut / prefill for cut, prefill in zip(outside, prefills))),
     }
+    if clock == WALL:
+        found["cut"] = float(median(r["cut"][name]["seconds"] / prefill for r, prefill in zip(rounds, prefills)))
+    return found
 
 
 def stock_ratios(rounds: Sequence[Round], clock: int = WALL) -> dict[str, float]:
@@ -183,6 +188,7 @@ def summary(result: Mapping[str, Any]) -> list[Figures]:
             "on_cpu": quietness(rounds, result["settings"]["n_threads"]),
             "arms": arms,
             "full_over_stock": None,
+            "full_over_stock_cpu_time": None,
         }
         if STOCK in arms:
             one["full_over_stock"] = stock_ratios(rounds, WALL)
@@ -235,18 +241,18 @@ def _speeds(one: Figures) -> list[str]:
     return _grid(head, rows)
 
 
-def _ratios(one: Figures, arms: Mapping[str, Any]) -> list[str]:
+def _ratios(one: Figures, arms: Mapping[str, Any], key: str, title: str) -> list[str]:
     rows = [["wanted", *(ratio.wanted for ratio in RATIOS)]]
     for name, arm in one["arms"].items():
-        if "ratios" not in arm:
+        if key not in arm:
             continue
         cells = [name]
         for ratio in RATIOS:
-            value = arm["ratios"][ratio.key]
+            value = arm[key].get(ratio.key)
             verdict = ratio.verdict(value, one["context"]) if _wants(ratio, arms[name]["dge"]) else ""
-            cells.append(f"{value:.3f} {verdict}".rstrip())
+            cells.append("-" if value is None else f"{value:.3f} {verdict}".rstrip())
         rows.append(cells)
-    return _grid(("ratio, same turn", *(ratio.title for ratio in RATIOS)), rows)
+    return _grid((title, *(ratio.title for ratio in RATIOS)), rows)
 
 
 def _memory(one: Figures) -> list[str]:
@@ -260,16 +266,23 @@ def _memory(one: Figures) -> list[str]:
     return _grid(head, rows)
 
 
-def _stock(one: Figures, result: Mapping[str, Any]) -> list[str]:
-    if one["full_over_stock"] is None:
+def _stock(one: Figures, key: str) -> list[str]:
+    if one[key] is None:
         return ["full / stock: not measured, no interpreter with a stock llama-cpp-python (--stock PYTHON)"]
     cells = []
     for ratio in STOCK_RATIOS:
-        value = one["full_over_stock"][ratio.key]
+        value = one[key][ratio.key]
         cells.append(f"{ratio.title} {value:.3f} {ratio.verdict(value, one['context'])} (wanted {ratio.wanted})")
-    out = [f"full / stock: {', '.join(cells)}"]
+    return [f"full / stock: {', '.join(cells)}"]
+
+
+def _builds(result: Mapping[str, Any]) -> list[str]:
+    """Tell how the libraries were built, if not alike."""
+    out: list[str] = []
+    if STOCK not in result["arms"]:
+        return out
     if result["arms"][STOCK]["system"] != result["arms"][FULL]["system"]:
-        out.append("stock was built with other options, so part of the difference may be theirs:")
+        out.append("\nstock was built with other options, so part of the difference may be theirs:")
         out += [f"  {arm}: {result['arms'][arm]['system']}" for arm in (STOCK, FULL)]
     return out
 
@@ -287,15 +300,18 @@ def table(result: Mapping[str, Any]) -> str:
             "",
             *_speeds(one),
             "",
-            *_ratios(one, result["arms"]),
-            *_stock(one, result),
-            "",
-            *_memory(one),
+            *_ratios(one, result["arms"], "ratios", "ratio, same turn"),
+            *_stock(one, "full_over_stock"),
             "",
         ]
+        if quiet < QUIET:
+            cpu_time = _ratios(one, result["arms"], "ratios_cpu_time", "the same by CPU time")
+            out += [*cpu_time, *_stock(one, "full_over_stock_cpu_time"), ""]
+        out += [*_memory(one), ""]
     out += [
         "One process per arm. before, after: the cut. draft: the k - 1 tokens in front of it; score, select, compact:",
         f"what dge_stats says of it; from outside: {SETTLE + 1} steps in and after it, less what they take later.",
         "fresh: a prompt of as many tokens as the budget, on the full cache. cache: buffers of K and V.",
+        *_builds(result),
     ]
     return "\n".join(out)
