@@ -64,6 +64,14 @@ static std::vector<attn_score_case> make_cases() {
         }
     }
 
+    // the last keys, one of them alone in what is computed at once
+    for (int64_t n_kv : { 15, 17, 257, 273, 1009 }) {
+        attn_score_case c = base;
+        c.mask            = ATTN_SCORE_MASK_NONE;
+        c.n_kv            = n_kv;
+        res.push_back(c);
+    }
+
     // masks, each with all that can be there or not
     for (attn_score_mask mask : { ATTN_SCORE_MASK_NONE, ATTN_SCORE_MASK_CAUSAL, ATTN_SCORE_MASK_HOLES,
                  ATTN_SCORE_MASK_FAR, ATTN_SCORE_MASK_ROWS, ATTN_SCORE_MASK_ADDITIVE }) {
@@ -86,7 +94,7 @@ static std::vector<attn_score_case> make_cases() {
     // more rows than fit into the working memory at once; many heads at once
     for (int64_t n_kv : { 5000, 20011 }) {
         attn_score_case c = base;
-        c.n_q             = 32;
+        c.n_q             = n_kv == 5000 ? 24 : 8;
         c.n_group         = 4;
         c.n_kv            = n_kv;
         c.n_heads         = 1;
@@ -97,10 +105,10 @@ static std::vector<attn_score_case> make_cases() {
     }
     {
         attn_score_case c = base;
-        c.n_heads         = 16;
+        c.n_heads         = 12;
         c.n_group         = 1;
-        c.n_kv            = 900;
-        c.n_q             = 40;
+        c.n_kv            = 600;
+        c.n_q             = 20;
         c.n_seq           = 3;
         res.push_back(c);
     }
@@ -202,6 +210,15 @@ static void test_case_on(ggml_backend_t backend, const attn_score_case & c, uint
 }
 
 int main() {
+    // errors alone
+    ggml_log_set(
+            [](ggml_log_level level, const char * text, void *) {
+                if (level == GGML_LOG_LEVEL_ERROR) {
+                    fputs(text, stderr);
+                }
+            },
+            nullptr);
+
     ggml_backend_load_all();
 
     const auto cases = make_cases();
