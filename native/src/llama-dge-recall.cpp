@@ -13,9 +13,10 @@
 // Recall: the rows that stay in the cache are chosen again and again from all rows, which are parked in host memory.
 // The CPU scores the parked keys where they are; only rows that the cache does not hold yet are copied into it.
 
-// REFRESH_AUTO looks every so many tokens, and chooses after so many in any case
+// REFRESH_AUTO looks every so many tokens, and chooses after so many in any case: in a long answer, what is needed next
+// does not always show in the attention of the token before it
 static constexpr int32_t LLAMA_DGE_AUTO_STEP   = 1;
-static constexpr int32_t LLAMA_DGE_AUTO_MAX    = 64;
+static constexpr int32_t LLAMA_DGE_AUTO_MAX    = 8;
 static constexpr size_t  LLAMA_DGE_AUTO_LAYERS = 4; // looked at, spread over the model
 
 void llama_dge_choice_deleter::operator()(llama_dge_choice * choice) const {

@@ -134,7 +134,7 @@ class DGEConfig:
         which are parked, by the attention of the last `window` tokens, pooled (`scores` does not count). Rows of the
         answer compete as those of the prompt do, so `budget` rows are attended however long the answer is. "auto":
         after every token it looks how much of the last token's attention the rows at hold, and chooses only when that
-        is less than `refresh_mass` of what they held when they were chosen, and after 64 tokens in any case. Needs
+        is less than `refresh_mass` of what they held when they were chosen, and after 8 tokens in any case. Needs
         ``park="ram"``.
     refresh_mass
         Share in (0, 1] for ``refresh="auto"``.

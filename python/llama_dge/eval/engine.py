@@ -75,7 +75,7 @@ class _Full:
 
 def _between(config: DGEConfig) -> int:
     """Return the tokens between two choices, at most."""
-    return 64 if isinstance(config.refresh, str) else config.refresh
+    return 8 if isinstance(config.refresh, str) else config.refresh
 
 
 def _capturing(configs: Sequence[DGEConfig]) -> DGEConfig | None:
