@@ -1,5 +1,5 @@
 // Scores of one layer before a cut: the operation ATTN_SCORE beside the graph that takes its place where a device does not
-// have it. Time is the least of 20: CPU time, which a busy machine disturbs little, or with several threads wall-clock time.
+// have it. Time is the least of eight: CPU time, which a busy machine disturbs little, or with several threads wall-clock time.
 // Transient memory is what graph and operation allocate beside K, Q and the result.
 //
 //   make bench-score
@@ -135,7 +135,7 @@ static bench_result run(const bench_case & c, bool fused, int n_threads) {
     res.bytes = ggml_gallocr_get_buffer_size(galloc.get(), 0) + ggml_graph_plan(gf, n_threads, nullptr).work_size -
                 c.n_kv * c.n_head_kv * sizeof(float);
 
-    for (int i = 0; i < 21; ++i) {
+    for (int i = 0; i < 9; ++i) {
         const int64_t t0 = ggml_time_us();
         const clock_t c0 = clock();
 
