@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-import test_kept_sets
 import test_mask_equivalence
 import test_recall
 from reference import driver
@@ -22,7 +21,6 @@ from reference.forward import nmse
 from reference.policies import Settings
 from reference.scenario import cut_after, decode_each, prefill_and_arm, tokens_of
 from test_kept_sets import test_draft_scores_follow_the_draft as test_draft_scores_follow_the_draft
-from test_kept_sets import test_kept_sets_of_other_caches as test_kept_sets_of_other_caches
 from test_mask_equivalence import CutRun, mutants
 from test_recall import test_a_budget_for_all_rows_is_the_full_cache as test_a_budget_for_all_rows_is_the_full_cache
 
@@ -92,7 +90,6 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (test_mask_equivalence, test_recall):
         monkeypatch.setattr(module, "nmse_bounds", nmse_bounds)
-    monkeypatch.setattr(test_kept_sets, "TOLERANCE", dict.fromkeys(test_kept_sets.TOLERANCE, 5e-2))
 
 
 def case_of(cache: tuple[bool, str, str], **settings: Any) -> dict[str, Any]:
