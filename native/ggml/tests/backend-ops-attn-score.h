@@ -32,16 +32,8 @@ struct test_attn_score : public test_case {
 
     test_attn_score(ggml_type type_k, int64_t n_embd, int64_t n_q, int64_t n_kv, int64_t n_head_kv, int64_t n_group,
             int64_t n_seq, ggml_type type_m, bool extra, bool acc) :
-        type_k(type_k),
-        n_embd(n_embd),
-        n_q(n_q),
-        n_kv(n_kv),
-        n_head_kv(n_head_kv),
-        n_group(n_group),
-        n_seq(n_seq),
-        type_m(type_m),
-        extra(extra),
-        acc(acc) {}
+        type_k(type_k), n_embd(n_embd), n_q(n_q), n_kv(n_kv), n_head_kv(n_head_kv), n_group(n_group), n_seq(n_seq),
+        type_m(type_m), extra(extra), acc(acc) {}
 
     ggml_tensor * build_graph(ggml_context * ctx) override {
         // Q as a graph has it, K as the cache has it, with rows in front of the view
@@ -51,8 +43,8 @@ struct test_attn_score : public test_case {
         ggml_set_name(k, "k");
 
         q = ggml_permute(ctx, q, 0, 2, 1, 3);
-        k = ggml_view_4d(ctx, k, n_embd, n_kv, n_head_kv, n_seq, k->nb[1], ggml_row_size(type_k, n_embd), k->nb[2],
-                k->nb[1]);
+        k = ggml_view_4d(
+                ctx, k, n_embd, n_kv, n_head_kv, n_seq, k->nb[1], ggml_row_size(type_k, n_embd), k->nb[2], k->nb[1]);
 
         ggml_tensor * mask    = nullptr;
         ggml_tensor * sinks   = nullptr;
@@ -106,8 +98,7 @@ static void add_attn_score_cases(std::vector<std::unique_ptr<test_case>> & cases
     for (ggml_type type : attn_score_types) {
         for (int n_embd : { 64, 80, 96, 128, 256 }) {
             if (n_embd % ggml_blck_size(type) == 0) {
-                cases.emplace_back(
-                        new test_attn_score(type, n_embd, 32, 513, 2, 4, 1, GGML_TYPE_F16, false, false));
+                cases.emplace_back(new test_attn_score(type, n_embd, 32, 513, 2, 4, 1, GGML_TYPE_F16, false, false));
             }
         }
     }
