@@ -162,6 +162,12 @@ def one_round(workers: dict[str, Worker], prompt: list[int], blocks: int, index:
     return {"load_average": [load_before, load_average()], "arms": found}
 
 
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write what is known so far."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"summary": peers_report.summary(result), **result}) + "\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run and print. A target that is missed is no error."""
     p = argparse.ArgumentParser(prog="python -m bench.peers", description=__doc__)
@@ -174,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--threads", type=int, default=1, metavar="N")
     p.add_argument("--flash-attn", action="store_true", help="ours; torch chooses by itself")
     p.add_argument("--python", default=str(PYTHON), metavar="PYTHON", help="with kvpress (build/peers-venv)")
-    p.add_argument("--json", type=Path, metavar="FILE", help="results (build/bench-peers.json)")
+    default = ROOT / "build" / "bench-peers.json"
+    p.add_argument("--json", type=Path, default=default, metavar="FILE", help="results (build/bench-peers.json)")
     args = p.parse_args(argv)
     largest = max(budget for _, _, budget in SETTINGS)
     if args.tokens <= largest or args.context <= args.budget:
@@ -189,14 +196,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_f32(file, models["f32"])
         settings = {k: v for k, v in vars(args).items() if k not in ("model", "json", "python")}
         result: dict[str, Any] = {"llama_dge": __version__, "model": file.name, "settings": settings}
+        result["rounds"] = []
         result["kept"] = kept_sets(args, prompts(file, args.tokens), models)
+        write(args.json, result)  # it took minutes, and the rest takes more
         result["rounds"] = speed(args, models) if args.rounds else []
     except BenchError as error:
         print(f"bench.peers: error: {error}", file=sys.stderr)
         return 1
-    out = args.json or ROOT / "build" / "bench-peers.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"summary": peers_report.summary(result), **result}) + "\n", encoding="utf-8")
+    write(args.json, result)
     print(f"llama-dge {__version__}, {file.name}, {settings}\n")
     print(peers_report.table(result))
     return 0
