@@ -13,6 +13,7 @@ ggml_tensor * ggml_attn_score(ggml_context * ctx, ggml_tensor * q, ggml_tensor *
     GGML_ASSERT(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float));
     GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[3] == ns);
     GGML_ASSERT(n_head % n_head_kv == 0);
+    GGML_ASSERT(n_q > 0 && n_kv > 0);
 
     GGML_ASSERT(k->type == GGML_TYPE_F32 || ggml_get_type_traits(k->type)->to_float);
     GGML_ASSERT(k->nb[0] == ggml_type_size(k->type));

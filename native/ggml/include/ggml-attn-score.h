@@ -12,8 +12,10 @@ extern "C" {
 // res[j, h, s] = acc[j, h, s] + norm * sum over rows i and heads g of the group of h:
 //                weights[i] * softmax over j of (cap(scale * q[:, i, g, s] . k[:, j, h, s]) + mask[j, i, 0, s])
 //
-// q:       F32        [n_embd, n_q,  n_head,    ns]  rows contiguous, other strides free
-// k:       any type   [n_embd, n_kv, n_head_kv, ns]  rows contiguous, other strides free: a view of the cache
+// Rows are contiguous, other strides are free (K is a view of the cache); there is at least one query and one key.
+//
+// q:       F32        [n_embd, n_q,  n_head,    ns]
+// k:       any type   [n_embd, n_kv, n_head_kv, ns]
 // mask:    F16 or F32 [n_kv,   n_q,  1,         ns]  or NULL
 // sinks:   F32        [n_head]                       or NULL; one more logit per head in the denominator
 // weights: F32        [n_q]                          or NULL: 1 for each row
