@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-WALL = 0
+WALL, CPU = 0, 1
 MIB = 2**20
 WANTED = 0.99
 
@@ -84,11 +84,15 @@ def figures(rounds: Sequence[Mapping[str, Any]], name: str, full: str | None, co
     if full is None:
         return found
     fulls = [round_["arms"][full] for round_ in rounds]
-    # of ours, the cut comes in the first step; of kvpress, it is part of the prefill
-    seconds = [arm["prefill"][WALL] + arm.get("cut", {"seconds": 0.0})["seconds"] for arm in arms]
-    found["prefill / full"] = median(other["prefill"][WALL] / s for s, other in zip(seconds, fulls))
     pairs = [(a, b) for arm, other in zip(arms, fulls) for a, b in zip(arm["decode"], other["decode"])]
-    found["decode / full"] = median(b[WALL] / a[WALL] for a, b in pairs)
+    for clock, suffix in ((WALL, ""), (CPU, ", CPU time")):
+        # of ours, the cut comes in the first step; of kvpress, it is part of the prefill
+        seconds = [
+            arm["prefill"][clock] + arm["step"][clock] - median(block[clock] for block in arm["decode"]) / 8
+            for arm in arms
+        ]
+        found[f"prefill / full{suffix}"] = median(b["prefill"][clock] / a for a, b in zip(seconds, fulls))
+        found[f"decode / full{suffix}"] = median(b[clock] / a[clock] for a, b in pairs)
     found["kv / full"] = memory["kv"] / fulls[-1]["memory"]["kv"]
     return found
 
@@ -126,8 +130,10 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     for name, _, title in ARMS:
         arm = found["arms"][name]
-        ratios = [f"{arm[key]:.3f}" if key in arm else "" for key in ("prefill / full", "decode / full")]
+        keys = ("prefill / full", "decode / full")
+        ratios = [f"{arm[key]:.3f} ({arm[key + ', CPU time']:.3f})" if key in arm else "" for key in keys]
         sizes = [f"{arm[key] / MIB:,.1f}" for key in ("kv", "rss")]
         cells = (title, f"{arm['prefill']:,.1f}", f"{arm['decode']:,.1f}", *ratios, *sizes)
         out.append(f"| {' | '.join(cells)} |")
+    out.append("\nIn brackets: by CPU time. The cut counts as part of the prefill.")
     return "\n".join(out)

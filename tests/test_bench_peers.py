@@ -67,16 +67,17 @@ def test_agreement() -> None:
 
 
 def made_up_rounds() -> list[dict[str, Any]]:
-    def arm(prefill: float, decode: list[float], kv: int, cut: float | None = None) -> dict[str, Any]:
-        found: dict[str, Any] = {"prefill": [prefill, 0], "decode": [[s, 0] for s in decode]}
-        found["memory"] = {"kv": kv * 2**20, "rss": 10 * 2**20, "peak_rss": 11 * 2**20}
-        return found if cut is None else {**found, "cut": {"seconds": cut}}
+    def arm(prefill: float, step: float, decode: list[float], kv: int, share: float = 0.5) -> dict[str, Any]:
+        found: dict[str, Any] = {"prefill": [prefill, prefill * share], "step": [step, step * share]}
+        found["decode"] = [[s, s * share] for s in decode]
+        return {**found, "memory": {"kv": kv * 2**20, "rss": 10 * 2**20, "peak_rss": 11 * 2**20}}
 
     one = {
-        "llama-dge full": arm(2, [4, 4], 8),
-        "llama-dge snapkv": arm(2, [2, 1], 2, cut=0.5),
-        "kvpress full": arm(5, [8, 8], 8),
-        "kvpress snapkv": arm(10, [8, 4], 2),
+        "llama-dge full": arm(2, 0.5, [4, 4], 8),
+        # a step takes 2/8 s, so the cut took 0.5
+        "llama-dge snapkv": arm(2, 0.75, [3, 1], 2, share=1.0),
+        "kvpress full": arm(5, 1, [8, 8], 8),
+        "kvpress snapkv": arm(10, 0.75, [8, 4], 2),
     }
     return [{"arms": one}]
 
@@ -84,9 +85,11 @@ def made_up_rounds() -> list[dict[str, Any]]:
 def test_figures() -> None:
     rounds = made_up_rounds()
     ours = peers_report.figures(rounds, "llama-dge snapkv", "llama-dge full", 100)
-    assert ours["prefill"] == 50.0 and ours["decode"] == 6.0  # 8 tokens in 2 and in 1 seconds
+    assert ours["prefill"] == 50.0 and ours["decode"] == pytest.approx(16 / 3)  # 8 tokens in 3 and in 1 seconds
     assert ours["prefill / full"] == pytest.approx(2 / 2.5)  # the cut counts
-    assert ours["decode / full"] == 3.0  # of 2 and 4
+    assert ours["decode / full"] == pytest.approx(8 / 3)  # of 4/3 and 4
+    assert ours["prefill / full, CPU time"] == pytest.approx(1 / 2.5)
+    assert ours["decode / full, CPU time"] == pytest.approx(4 / 3)
     assert ours["kv / full"] == 0.25
     theirs = peers_report.figures(rounds, "kvpress snapkv", "kvpress full", 100)
     assert theirs["prefill / full"] == 0.5 and theirs["decode / full"] == 1.5
@@ -98,7 +101,7 @@ def test_table() -> None:
     text = peers_report.table(result)
     assert "| 2, 5, 4 | f32 | 0.8750 | 0.5000 | 0.7500 | 0.0000 | 0.6667 | 1.0e-03 |" in text
     assert "wanted in f32: 0.99 or more: MISSED" in text
-    assert "| llama-dge, SnapKV | 50.0 | 6.0 | 0.800 | 3.000 | 2.0 | 10.0 |" in text
+    assert "| llama-dge, SnapKV | 50.0 | 5.3 | 0.800 (0.400) | 2.667 (1.333) | 2.0 | 10.0 |" in text
     assert "| transformers, full cache | 20.0 | 1.0 |  |  | 8.0 | 10.0 |" in text
     exact = row(texts={"b": row()["texts"]["b"]})
     # what is not f32 on both sides has no target
