@@ -190,7 +190,8 @@ static void test_case_on(ggml_backend_t backend, const attn_score_case & c, uint
         return;
     }
 
-    for (int n_threads : { 1, 3, 5 }) {
+    // more threads than cores wait for each other: some cases are enough
+    for (int n_threads : seed % 5 == 0 ? std::vector<int> { 1, 3, 5 } : std::vector<int> { 1 }) {
         set_threads(backend, n_threads);
 
         const auto other = data.run(true);
