@@ -417,8 +417,7 @@ size_t llama_dge_seq_get_queries(const struct llama_context * ctx, llama_seq_id 
     return llama_dge_get(ctx)->queries_get(seq_id, dst, size);
 }
 
-int32_t llama_dge_seq_set_queries(
-        struct llama_context * ctx, llama_seq_id seq_id, const uint8_t * src, size_t size) {
+int32_t llama_dge_seq_set_queries(struct llama_context * ctx, llama_seq_id seq_id, const uint8_t * src, size_t size) {
     const int32_t status = llama_dge_check_seq(ctx, seq_id);
     if (status != LLAMA_DGE_OK) {
         return status;

@@ -194,9 +194,8 @@ int32_t llama_dge::queries_set(llama_seq_id seq_id, const uint8_t * src, size_t 
 
     // the last ones of the rows that are there
     const size_t i1 = std::lower_bound(pos.begin(), pos.end(), (int32_t) cells.size()) - pos.begin();
-    const size_t i0 = i1 == 0 ? 0 :
-                                std::upper_bound(pos.begin(), pos.begin() + i1, pos[i1 - 1] - (int32_t) n_ring) -
-                                        pos.begin();
+    const size_t i0 =
+            i1 == 0 ? 0 : std::upper_bound(pos.begin(), pos.begin() + i1, pos[i1 - 1] - (int32_t) n_ring) - pos.begin();
 
     for (uint32_t i = 0; i < n_ring; ++i) {
         ring_pos[(size_t) seq_id * n_ring + i] = -1;
@@ -206,7 +205,8 @@ int32_t llama_dge::queries_set(llama_seq_id seq_id, const uint8_t * src, size_t 
         for (size_t i = i0; i < i1; ++i) {
             const size_t row = (size_t) seq_id * n_ring + pos[i] % n_ring;
 
-            ggml_backend_tensor_set(layer.ring, src + i * layer.ring->nb[1], row * layer.ring->nb[1], layer.ring->nb[1]);
+            ggml_backend_tensor_set(
+                    layer.ring, src + i * layer.ring->nb[1], row * layer.ring->nb[1], layer.ring->nb[1]);
             ring_pos[row] = pos[i];
         }
         src += pos.size() * layer.ring->nb[1];
