@@ -86,13 +86,15 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
 
     // a layer is gathered into `out` before any of it is written, so order and overlap of cells do not matter
     std::vector<uint8_t> out;
-    std::vector<uint8_t> copy;
+    std::vector<uint8_t> copy_k;
+    std::vector<uint8_t> copy_v;
 
     // memory runs out here or not at all: once a row has moved there is no way back
     for (const auto & layer : kv.layers) {
         for (const ggml_tensor * t : { layer.k_stream[strm], layer.v_stream[strm] }) {
             out.reserve(std::max(out.capacity(), n_keep * t->nb[1]));
             if (!llama_dge_is_host(t)) {
+                auto & copy = t == layer.k_stream[strm] ? copy_k : copy_v;
                 copy.reserve(std::max(copy.capacity(), ggml_nbytes(t)));
             }
         }
@@ -140,26 +142,29 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
         const int32_t il        = kv.layers[ikv].il;
         const size_t  n_head_kv = hparams.n_head_kv(il);
 
+        ggml_tensor * k = kv.layers[ikv].k_stream[strm];
+        ggml_tensor * v = kv.layers[ikv].v_stream[strm];
+
+        // a device is read once, for the rows that are parked and for those that stay
+        const uint8_t * data_k = llama_dge_host_data(k, copy_k);
+        const uint8_t * data_v = llama_dge_host_data(v, copy_v);
+
         if (parked && parked->path.empty()) {
             const int64_t t0 = ggml_time_us();
 
-            park_layer(parked->layers[ikv], 0, ikv, seq_id, cells);
+            park_layer(parked->layers[ikv], 0, ikv, seq_id, cells, data_k, data_v);
 
             t_park_us += ggml_time_us() - t0;
         }
 
         {
-            ggml_tensor * k = kv.layers[ikv].k_stream[strm];
-
             const size_t size_row  = k->nb[1];
             const size_t size_head = ggml_row_size(k->type, hparams.n_embd_head_k(il));
-
-            const uint8_t * data = llama_dge_host_data(k, copy);
 
             out.resize(n_keep * size_row);
 
             for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                gather(out.data() + ih * size_head, data + ih * size_head, kept[ikv][ih], size_row, size_row,
+                gather(out.data() + ih * size_head, data_k + ih * size_head, kept[ikv][ih], size_row, size_row,
                         size_head);
             }
 
@@ -168,10 +173,6 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
             }
         }
 
-        ggml_tensor * v = kv.layers[ikv].v_stream[strm];
-
-        const uint8_t * data = llama_dge_host_data(v, copy);
-
         if (!kv.v_trans) {
             const size_t size_row  = v->nb[1];
             const size_t size_head = ggml_row_size(v->type, hparams.n_embd_head_v(il));
@@ -179,7 +180,7 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
             out.resize(n_keep * size_row);
 
             for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                gather(out.data() + ih * size_head, data + ih * size_head, kept[ikv][ih], size_row, size_row,
+                gather(out.data() + ih * size_head, data_v + ih * size_head, kept[ikv][ih], size_row, size_row,
                         size_head);
             }
 
@@ -195,7 +196,7 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
             out.resize(n_keep * size_el);
 
             for (size_t j = 0; j < n_embd * n_head_kv; ++j) {
-                gather(out.data(), data + j * size_row, kept[ikv][j / n_embd], size_el, size_el, size_el);
+                gather(out.data(), data_v + j * size_row, kept[ikv][j / n_embd], size_el, size_el, size_el);
 
                 for (const auto & [i, n] : runs) {
                     ggml_backend_tensor_set(v, out.data() + i * size_el, j * size_row + dst[i] * size_el, n * size_el);

@@ -298,9 +298,11 @@ struct llama_dge {
     std::shared_ptr<llama_dge_parked> park_begin(
             llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t & status) const;
 
-    // rows of a layer, in the order of cells, from the cache into `rows` (from its row row0 on) and back
+    // rows of a layer, in the order of cells, from the cache into `rows` (from its row row0 on) and back; data_k and
+    // data_v: what the tensors of the cache hold, where it is on the host already
     void park_layer(llama_dge_park_layer & rows, size_t row0, size_t ikv, llama_seq_id seq_id,
-            const std::vector<uint32_t> & cells) const;
+            const std::vector<uint32_t> & cells, const uint8_t * data_k = nullptr,
+            const uint8_t * data_v = nullptr) const;
     void unpark_layer(const llama_dge_park_layer & rows, size_t ikv, llama_seq_id seq_id,
             const std::vector<uint32_t> & cells) const;
 

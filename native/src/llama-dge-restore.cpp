@@ -31,20 +31,29 @@ static bool llama_dge_on_host(const ggml_tensor * t) {
 }
 
 void llama_dge::park_layer(llama_dge_park_layer & rows, size_t row0, size_t ikv, llama_seq_id seq_id,
-        const std::vector<uint32_t> & cells) const {
+        const std::vector<uint32_t> & cells, const uint8_t * data_k, const uint8_t * data_v) const {
     const uint32_t strm = kv.seq_to_stream[seq_id];
     const auto     runs = llama_dge_cell_runs(cells);
 
     // n_outer: 1, or the elements of a transposed V
     // they go behind the first `row0` rows
-    const auto gather = [&](uint8_t * out, const ggml_tensor * t, size_t size, size_t n_outer) {
+    const auto gather = [&](uint8_t * out, const ggml_tensor * t, const uint8_t * data, size_t size, size_t n_outer) {
         std::vector<uint8_t> copy;
-        const uint8_t *      data = (const uint8_t *) t->data;
 
-        if (!llama_dge_on_host(t)) {
+        // from a device, only what is wanted, unless that takes many small copies
+        if (!data && !llama_dge_on_host(t) && n_outer == 1 && runs.size() <= 16) {
+            for (const auto & [i, n] : runs) {
+                ggml_backend_tensor_get(t, out + (row0 + i) * size, cells[i] * size, n * size);
+            }
+            return;
+        }
+        if (!data && !llama_dge_on_host(t)) {
             copy.resize(ggml_nbytes(t));
             ggml_backend_tensor_get(t, copy.data(), 0, copy.size());
             data = copy.data();
+        }
+        if (!data) {
+            data = (const uint8_t *) t->data;
         }
 
         for (size_t j = 0; j < n_outer; ++j) {
@@ -54,8 +63,8 @@ void llama_dge::park_layer(llama_dge_park_layer & rows, size_t row0, size_t ikv,
         }
     };
 
-    gather(rows.k.get(), kv.layers[ikv].k_stream[strm], rows.size_k, 1);
-    gather(rows.v.get(), kv.layers[ikv].v_stream[strm], rows.size_v, rows.n_v);
+    gather(rows.k.get(), kv.layers[ikv].k_stream[strm], data_k, rows.size_k, 1);
+    gather(rows.v.get(), kv.layers[ikv].v_stream[strm], data_v, rows.size_v, rows.n_v);
 }
 
 void llama_dge::unpark_layer(
