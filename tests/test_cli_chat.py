@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,6 +156,15 @@ def test_commands_that_change_the_conversation(run: Callable[..., tuple[int, str
     assert lines[0] == first
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT as a terminal's; a background job of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("end", [1, 3, 8])
 def test_interrupted_answer_stays(
     run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, end: int

@@ -46,8 +46,9 @@ class OnDevice:
 
     def __getitem__(self, name: str) -> driver.NativeModel:
         if name not in self.models:
+            path = self.zoo[name].path  # which loads it on the CPU, too
             with driver.captured_log() as log:
-                self.models[name] = driver.NativeModel(self.zoo[name].path, n_gpu_layers=99)
+                self.models[name] = driver.NativeModel(path, n_gpu_layers=99)
             offloaded = re.search(r"offloaded (\d+)/(\d+) layers to GPU", "".join(log))
             assert offloaded is not None, f"no {DEVICE} device: run these tests by `make test-vulkan`"
             assert offloaded[1] == offloaded[2]
