@@ -32,7 +32,7 @@ pytestmark = pytest.mark.vulkan
 DEVICE = os.environ.get("LLAMA_DGE_TEST_DEVICE", "Vulkan")
 
 # NMSE of logits: products of f16 and of quantised types are computed otherwise than on the CPU
-LARGEST = {"f32": 1e-5, "f16": 1e-4, "q8_0": 1e-3, "q4_0": 1e-2}
+LARGEST = {"f32": 5e-5, "f16": 1e-4, "q8_0": 1e-3, "q4_0": 1e-2}
 
 CACHES = [(False, "f32", "f32"), (False, "f16", "f16"), (True, "f16", "f16"), (True, "q8_0", "q8_0")]
 
@@ -69,8 +69,9 @@ def new_context(on_device: OnDevice) -> Iterator[ContextFactory]:
     made: list[driver.Context] = []
 
     def make(model: str, **settings: Any) -> driver.Context:
+        native = on_device[model]  # captures what is logged, too
         with driver.captured_log() as log:
-            made.append(driver.Context(on_device[model], **settings))
+            made.append(driver.Context(native, **settings))
         # proof of action: no part of the cache is in host memory
         buffers = re.findall(r"(\S+) KV buffer size", "".join(log))
         assert buffers and all(name.startswith(DEVICE) for name in buffers), buffers
