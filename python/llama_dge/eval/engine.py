@@ -244,7 +244,7 @@ class Engine:
         kl = [0.0] * min(n_shared, n_forced)
         same = [True] * len(kl)
         chosen = full.tokens[: len(kl)]
-        kept = full.logits[: len(kl)]
+        kept = full.logits[: len(kl)] if self._keep_logits else []
         seconds, n_decoded = 0.0, 0
         cut: DGEStats | None = None
         cut_at = 0
