@@ -1,5 +1,6 @@
 #include "attn-score.h"
 
+#include "attn-score-ref.h"
 #include "ggml-attn-score.h"
 
 #include "ggml-cpu-impl.h"
@@ -11,7 +12,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 // Two steps per block of query rows. First: logits of a chunk of keys, and exp(logit - maximum of the chunk) in their
 // place, with maximum and sum kept per row and chunk. Then all threads know the softmax's denominator, and a chunk's
@@ -122,15 +122,6 @@ size_t ggml_attn_score_work_size(const ggml_tensor * dst, int n_tasks) {
     const auto plan = llama_dge_attn_score_plan(dst);
 
     return (plan.logits_size + 2 * plan.stats_size + n_tasks * (plan.thread_size + plan.index_size)) * sizeof(float);
-}
-
-static void llama_dge_to_float(ggml_type type, const void * x, float * y, int64_t n) {
-    switch (type) {
-        case GGML_TYPE_F32:  memcpy(y, x, n * sizeof(float)); break;
-        case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) x, y, n); break;
-        case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) x, y, n); break;
-        default:             ggml_get_type_traits(type)->to_float(x, y, n); break;
-    }
 }
 
 // keys [j0, j0 + n) next to each other per dimension: [n_embd][LLAMA_DGE_STRIP], zeroes where there is no key
@@ -257,78 +248,6 @@ static float llama_dge_finish(float * x, const float * mask, int64_t n, float sc
     }
 
     return *std::max_element(m, m + 16);
-}
-
-// everything in double and in the plainest way: what the other is compared with where a backend runs as a reference
-static void llama_dge_attn_score_ref(const llama_dge_attn_score & p, ggml_tensor * dst, int ith, int nth) {
-    const bool accumulate = dst->src[GGML_ATTN_SCORE_SRC_ACC] != nullptr;
-
-    std::vector<float>  row(p.n_embd);
-    std::vector<double> x(p.n_kv);
-    std::vector<double> sum(p.n_kv);
-
-    for (int64_t o = ith; o < p.n_outer; o += nth) {
-        const int64_t h = o % p.n_head_kv;
-        const int64_t s = o / p.n_head_kv;
-
-        std::fill(sum.begin(), sum.end(), 0.0);
-
-        for (int64_t r = 0; r < p.n_q * p.n_group; ++r) {
-            const int64_t i = r % p.n_q;
-            const int64_t g = h * p.n_group + r / p.n_q;
-
-            const float * q =
-                    (const float *) ((const char *) p.q->data + i * p.q->nb[1] + g * p.q->nb[2] + s * p.q->nb[3]);
-            const float w = p.weights ? ((const float *) p.weights->data)[i] : 1.0f;
-
-            if (w == 0.0f) {
-                continue;
-            }
-
-            double m = p.sinks ? ((const float *) p.sinks->data)[g] : -INFINITY;
-
-            for (int64_t j = 0; j < p.n_kv; ++j) {
-                float add = 0.0f;
-
-                if (p.mask) {
-                    llama_dge_to_float(p.mask->type, llama_dge_mask_row(p, i, s, j), &add, 1);
-                }
-                if (add == -INFINITY) {
-                    x[j] = -INFINITY;
-                    continue;
-                }
-
-                llama_dge_to_float(p.k->type,
-                        (const char *) p.k->data + j * p.k->nb[1] + h * p.k->nb[2] + s * p.k->nb[3], row.data(),
-                        p.n_embd);
-
-                double dot = 0.0;
-                for (int64_t c = 0; c < p.n_embd; ++c) {
-                    dot += (double) q[c] * row[c];
-                }
-
-                x[j] = (p.cap != 0.0f ? p.cap * tanh(dot * p.scale / p.cap) : dot * p.scale) + add;
-                m    = std::max(m, x[j]);
-            }
-
-            if (m == -INFINITY) {
-                continue;
-            }
-
-            double total = p.sinks ? exp(((const float *) p.sinks->data)[g] - m) : 0.0;
-            for (int64_t j = 0; j < p.n_kv; ++j) {
-                total += exp(x[j] - m);
-            }
-            for (int64_t j = 0; j < p.n_kv; ++j) {
-                sum[j] += (double) p.norm * w * exp(x[j] - m) / total;
-            }
-        }
-
-        float * out = (float *) ((char *) dst->data + h * dst->nb[1] + s * dst->nb[2]);
-        for (int64_t j = 0; j < p.n_kv; ++j) {
-            out[j] = (accumulate ? out[j] : 0.0f) + sum[j];
-        }
-    }
 }
 
 // one block: rows [r0, r0 + n_rows) of KV heads [o0, o0 + n_heads), by index among the rows that count
@@ -499,7 +418,7 @@ void ggml_compute_forward_attn_score(const ggml_compute_params * params, ggml_te
     const int nth = params->nth;
 
     if (params->use_ref) {
-        llama_dge_attn_score_ref(p, dst, ith, nth);
+        llama_dge_attn_score_ref(dst, ith, nth);
         return;
     }
 
