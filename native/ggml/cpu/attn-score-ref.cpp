@@ -53,8 +53,8 @@ static bool llama_dge_attn_ref(const ggml_tensor * dst, int64_t i, int64_t g, in
             continue;
         }
 
-        llama_dge_to_float(k->type, (const char *) k->data + j * k->nb[1] + h * k->nb[2] + s * k->nb[3], k_row.data(),
-                n_embd);
+        llama_dge_to_float(
+                k->type, (const char *) k->data + j * k->nb[1] + h * k->nb[2] + s * k->nb[3], k_row.data(), n_embd);
 
         double dot = 0.0;
         for (int64_t c = 0; c < n_embd; ++c) {
