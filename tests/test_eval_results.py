@@ -154,8 +154,8 @@ def test_summary_as_a_grid() -> None:
         rows += [row(f"snapkv:k=1,budget={budget}", f"p{i}", score, [0.0, 0.5, 1.5], **more) for i in range(4)]
     rows.append(row("streamingllm:k=1,budget=64", "p0", 1.0, [0.0]))
     text = summary(rows, by_set=False, grid=True)
-    assert "m, 1024 tokens, all: hits, KL after the cut" in text and "| arm | 64 rows | 128 rows |" in text
-    assert "| full cache | 3/4 | 3/4 |\n| `snapkv:k=1` | 0/4, 1.000 | 4/4, 1.000 |" in text
+    assert "m, 1024 tokens, all: hits, KL after the cut: mean, p99" in text and "| arm | 64 rows | 128 rows |" in text
+    assert "| full cache | 3/4 | 3/4 |\n| `snapkv:k=1` | 0/4, 1.000, 1.50 | 4/4, 1.000, 1.50 |" in text
     assert "| `streamingllm:k=1` | 1/1 |  |" in text
     assert "m, 1024 tokens, facts: hits" in summary(rows, grid=True)
 

@@ -106,7 +106,7 @@ def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
 
 
 def grid_table(rows: Sequence[Row], by_set: bool = True) -> str:
-    """Return hits, and divergence after the cut, by arm and budget: a table for each model, length and set."""
+    """Return hits, mean and p99 of the divergence by arm and budget: a table for each model, length and set."""
     parts = []
     groups = _group(rows, lambda row: (row["model"], row.get("length", 0), row["set"] if by_set else "all"))
     for (model, length, name), cell in sorted(groups.items()):
@@ -117,7 +117,7 @@ def grid_table(rows: Sequence[Row], by_set: bool = True) -> str:
         for arm in sorted({arm for arm, _ in places}):
             lines.append([f"`{arm}`", *(_hits_cell(places.get((arm, budget), [])) for budget in budgets)])
         table_ = table(["arm", *(f"{budget} rows" for budget in budgets)], lines)
-        parts.append(f"{model}, {length} tokens, {name}: hits, KL after the cut\n\n{table_}")
+        parts.append(f"{model}, {length} tokens, {name}: hits, KL after the cut: mean, p99\n\n{table_}")
     return "\n\n".join(parts)
 
 
@@ -126,7 +126,7 @@ def _hits_cell(rows: list[Row]) -> str:
         return ""
     kl, _ = distances(rows)
     hits = f"{n_hits(rows)}/{sum(len(row['expected']) for row in rows)}"
-    return f"{hits}, {np.mean(kl):.3f}" if kl else hits
+    return f"{hits}, {np.mean(kl):.3f}, {np.quantile(kl, 0.99):.2f}" if kl else hits
 
 
 def _order(row: Row) -> int:
@@ -217,7 +217,7 @@ def summary(
     known
         Only prompts that the full cache answers rightly.
     grid
-        Needles by arm and budget, hits and mean divergence alone.
+        Needles by arm and budget, hits and divergence alone.
     """
     parts = []
     for (task,), cell in sorted(_group(rows, lambda row: (row["task"],)).items()):
