@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 import llama_dge  # noqa: F401  # first: it decides which libllama llama_cpp loads
+from reference.cut import F32, N_CUT, N_PROMPT, SETTINGS, TOKENS
 from reference.driver import Context, NativeModel
 from reference.models import ZOO, TinyModel, make_weights, write_gguf
+from reference.scenario import cut_after
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,15 @@ def scored_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Scores by the fused operation, and by the graph that takes its place on a device that does not have it."""
     monkeypatch.setenv("LLAMA_DGE_FUSED", "1" if request.param == "fused" else "0")
     return str(request.param)
+
+
+@pytest.fixture
+def cut_context(new_context: ContextFactory) -> Callable[..., Context]:
+    """Makes a context with a cut sequence 0 and 5 rows after the cut."""
+
+    def make(**settings: Any) -> Context:
+        context = new_context("g2", **{**F32, "dge": SETTINGS.as_params(), **settings})
+        cut_after(context, TOKENS[: N_CUT + 5], N_PROMPT, 2)
+        return context
+
+    return make
