@@ -1,5 +1,7 @@
+#include "llama-dge-gather.h"
 #include "llama-dge-impl.h"
 
+#include "llama-context.h"
 #include "llama-hparams.h"
 #include "llama-impl.h"
 
@@ -22,9 +24,16 @@ static const uint8_t * llama_dge_host_data(const ggml_tensor * t, std::vector<ui
     return copy.data();
 }
 
-// runs of neighbouring cells: { first index into dst, length }
-static std::vector<std::pair<size_t, size_t>> llama_dge_runs(const std::vector<uint32_t> & dst) {
-    std::vector<std::pair<size_t, size_t>> runs;
+llama_dge_moves::llama_dge_moves(const std::vector<uint32_t> & cells, const llama_dge_kept & kept, size_t n_past) :
+    cells(cells), kept(kept), n_past(n_past), n_cap(0), dst(cells) {
+    for (const auto & heads : kept) {
+        for (const auto & rows : heads) {
+            n_cap = std::max(n_cap, rows.size());
+        }
+    }
+
+    std::sort(dst.begin(), dst.end());
+    dst.resize(n_cap + cells.size() - n_past); // behind the past: window, draft and what came after
 
     for (size_t i = 0; i < dst.size(); ++i) {
         if (i == 0 || dst[i] != dst[i - 1] + 1) {
@@ -32,49 +41,36 @@ static std::vector<std::pair<size_t, size_t>> llama_dge_runs(const std::vector<u
         }
         runs.back().second++;
     }
-
-    return runs;
 }
 
-// Moves the kept rows of every layer and head into the first cells of the sequence and frees the others. Blocks of
-// quantized types are moved as they are. A head with fewer rows than the most leaves its last past cells empty (zero).
-// An elastic cache moves into smaller buffers on the way, each layer as soon as it is done, and what is parked in host
-// memory is taken just before: so there is never more than one layer twice.
+int64_t llama_dge_moves::src(const llama_dge_rows & rows, size_t r) const {
+    if (r >= n_cap) {
+        return cells[n_past + (r - n_cap)];
+    }
+    return r < rows.size() ? (int64_t) cells[rows[r]] : -1;
+}
+
+// Moves the kept rows of every layer and head into the first cells of the sequence and frees the others, on the device of
+// the layer or by way of the host. Blocks of quantized types are moved as they are. A head with fewer rows than the most
+// leaves its last past cells empty (zero). An elastic cache moves into smaller buffers on the way, each layer as soon as it
+// is done, and what is parked in host memory is taken just before: so there is never more than one layer twice.
 int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
         const llama_dge_kept & kept, int32_t n_past) {
     const uint32_t strm    = kv.seq_to_stream[seq_id];
     const auto &   hparams = kv.hparams;
 
-    const size_t n_rows = cells.size();
-    size_t       n_cap  = 0;
-    for (const auto & heads : kept) {
-        for (const auto & rows : heads) {
-            n_cap = std::max(n_cap, rows.size());
-        }
-    }
+    const llama_dge_moves moves(cells, kept, n_past);
 
-    const size_t n_tail = n_rows - n_past; // window, draft and what came after
-    const size_t n_keep = n_cap + n_tail;
-
-    std::vector<uint32_t> dst(cells);
-    std::sort(dst.begin(), dst.end());
-    dst.resize(n_keep);
-
-    const auto runs = llama_dge_runs(dst);
-
-    // cell that row r of the result comes from, -1: none
-    const auto src = [&](const llama_dge_rows & rows, size_t r) -> int64_t {
-        if (r >= n_cap) {
-            return cells[n_past + (r - n_cap)];
-        }
-        return r < rows.size() ? (int64_t) cells[rows[r]] : -1;
-    };
+    const auto & dst    = moves.dst;
+    const auto & runs   = moves.runs;
+    const size_t n_cap  = moves.n_cap;
+    const size_t n_keep = dst.size();
 
     // one head of the result
-    const auto gather = [&](uint8_t * out, const uint8_t * data, const llama_dge_rows & rows, size_t size_dst,
-                                size_t size_src, size_t size) {
+    const auto gather_head = [&](uint8_t * out, const uint8_t * data, const llama_dge_rows & rows, size_t size_dst,
+                                     size_t size_src, size_t size) {
         for (size_t r = 0; r < n_keep; ++r) {
-            const int64_t cell = src(rows, r);
+            const int64_t cell = moves.src(rows, r);
 
             if (cell >= 0) {
                 memcpy(out + r * size_dst, data + cell * size_src, size);
@@ -89,11 +85,63 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
     std::vector<uint8_t> copy_k;
     std::vector<uint8_t> copy_v;
 
+    const auto move_rows = [&](ggml_tensor * t, const uint8_t * data, const std::vector<llama_dge_rows> & heads,
+                                   size_t size_head) {
+        const size_t size_row = t->nb[1];
+
+        out.resize(n_keep * size_row);
+
+        for (size_t ih = 0; ih < heads.size(); ++ih) {
+            gather_head(out.data() + ih * size_head, data + ih * size_head, heads[ih], size_row, size_row, size_head);
+        }
+
+        for (const auto & [i, n] : runs) {
+            ggml_backend_tensor_set(t, out.data() + i * size_row, dst[i] * size_row, n * size_row);
+        }
+    };
+
+    // one row of the transposed cache holds one element of all cells
+    const auto move_elements = [&](ggml_tensor * t, const uint8_t * data, const std::vector<llama_dge_rows> & heads,
+                                       size_t n_embd) {
+        const size_t size_el  = ggml_type_size(t->type);
+        const size_t size_row = size_el * t->ne[1];
+
+        out.resize(n_keep * size_el);
+
+        for (size_t j = 0; j < n_embd * heads.size(); ++j) {
+            gather_head(out.data(), data + j * size_row, heads[j / n_embd], size_el, size_el, size_el);
+
+            for (const auto & [i, n] : runs) {
+                ggml_backend_tensor_set(t, out.data() + i * size_el, j * size_row + dst[i] * size_el, n * size_el);
+            }
+        }
+    };
+
     // memory runs out here or not at all: once a row has moved there is no way back
+    llama_dge_gather device(lctx.get_sched(), moves);
+
     for (const auto & layer : kv.layers) {
+        ggml_tensor * k = layer.k_stream[strm];
+        ggml_tensor * v = layer.v_stream[strm];
+
+        device.add({ k, v, hparams.n_head_kv(layer.il), ggml_row_size(k->type, hparams.n_embd_head_k(layer.il)),
+                ggml_row_size(v->type, hparams.n_embd_head_v(layer.il)), kv.v_trans });
+    }
+    device.prepare();
+
+    // a device is read for what its layer parks here and for what it cannot gather
+    const auto reads = [&](size_t ikv) {
+        return !device.takes(ikv) || params.park == LLAMA_DGE_PARK_RAM;
+    };
+
+    for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
+        const auto & layer = kv.layers[ikv];
+
         for (const ggml_tensor * t : { layer.k_stream[strm], layer.v_stream[strm] }) {
-            out.reserve(std::max(out.capacity(), n_keep * t->nb[1]));
-            if (!llama_dge_is_host(t)) {
+            if (!device.takes(ikv)) {
+                out.reserve(std::max(out.capacity(), n_keep * t->nb[1]));
+            }
+            if (!llama_dge_is_host(t) && reads(ikv)) {
                 auto & copy = t == layer.k_stream[strm] ? copy_k : copy_v;
                 copy.reserve(std::max(copy.capacity(), ggml_nbytes(t)));
             }
@@ -139,15 +187,14 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
     }
 
     for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
-        const int32_t il        = kv.layers[ikv].il;
-        const size_t  n_head_kv = hparams.n_head_kv(il);
+        const int32_t il = kv.layers[ikv].il;
 
         ggml_tensor * k = kv.layers[ikv].k_stream[strm];
         ggml_tensor * v = kv.layers[ikv].v_stream[strm];
 
         // a device is read once, for the rows that are parked and for those that stay
-        const uint8_t * data_k = llama_dge_host_data(k, copy_k);
-        const uint8_t * data_v = llama_dge_host_data(v, copy_v);
+        const uint8_t * data_k = reads(ikv) ? llama_dge_host_data(k, copy_k) : nullptr;
+        const uint8_t * data_v = reads(ikv) ? llama_dge_host_data(v, copy_v) : nullptr;
 
         if (parked && parked->path.empty()) {
             const int64_t t0 = ggml_time_us();
@@ -157,50 +204,15 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
             t_park_us += ggml_time_us() - t0;
         }
 
-        {
-            const size_t size_row  = k->nb[1];
-            const size_t size_head = ggml_row_size(k->type, hparams.n_embd_head_k(il));
-
-            out.resize(n_keep * size_row);
-
-            for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                gather(out.data() + ih * size_head, data_k + ih * size_head, kept[ikv][ih], size_row, size_row,
-                        size_head);
-            }
-
-            for (const auto & [i, n] : runs) {
-                ggml_backend_tensor_set(k, out.data() + i * size_row, dst[i] * size_row, n * size_row);
-            }
-        }
-
-        if (!kv.v_trans) {
-            const size_t size_row  = v->nb[1];
-            const size_t size_head = ggml_row_size(v->type, hparams.n_embd_head_v(il));
-
-            out.resize(n_keep * size_row);
-
-            for (size_t ih = 0; ih < n_head_kv; ++ih) {
-                gather(out.data() + ih * size_head, data_v + ih * size_head, kept[ikv][ih], size_row, size_row,
-                        size_head);
-            }
-
-            for (const auto & [i, n] : runs) {
-                ggml_backend_tensor_set(v, out.data() + i * size_row, dst[i] * size_row, n * size_row);
-            }
+        if (device.takes(ikv)) {
+            device.move(ikv);
         } else {
-            // one row of the transposed cache holds one element of all cells
-            const size_t size_el  = ggml_type_size(v->type);
-            const size_t size_row = size_el * v->ne[1];
-            const size_t n_embd   = hparams.n_embd_head_v(il);
+            move_rows(k, data_k, kept[ikv], ggml_row_size(k->type, hparams.n_embd_head_k(il)));
 
-            out.resize(n_keep * size_el);
-
-            for (size_t j = 0; j < n_embd * n_head_kv; ++j) {
-                gather(out.data(), data_v + j * size_row, kept[ikv][j / n_embd], size_el, size_el, size_el);
-
-                for (const auto & [i, n] : runs) {
-                    ggml_backend_tensor_set(v, out.data() + i * size_el, j * size_row + dst[i] * size_el, n * size_el);
-                }
+            if (kv.v_trans) {
+                move_elements(v, data_v, kept[ikv], hparams.n_embd_head_v(il));
+            } else {
+                move_rows(v, data_v, kept[ikv], ggml_row_size(v->type, hparams.n_embd_head_v(il)));
             }
         }
 
@@ -230,6 +242,8 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
         // the graphs' buffers shrink with the cache
         request_reserve(lctx);
     }
+
+    LLAMA_LOG_DEBUG("%s: rows of %zu of %zu layers gathered on a device\n", __func__, device.n_taken(), kept.size());
 
     seqs[seq_id].parked    = std::move(parked);
     seqs[seq_id].t_park_us = t_park_us;

@@ -2,50 +2,26 @@
 // memory. The same three passes as in ../cuda/attn-score-kernels.cuh, which tells more; here a threadgroup has four
 // simdgroups, and a tile has 64 keys and 32 rows.
 
-#include "common.h"
+#include <metal_stdlib>
 
-#define ATTN_SCORE_THREADS 128
+using namespace metal;
+
+#include "attn-score-kargs.h"
+
+#define FOR_UNROLL(x) _Pragma("clang loop unroll(full)") for (x)
+
 #define ATTN_SCORE_LANES   16
 #define ATTN_SCORE_GROUPS  (ATTN_SCORE_THREADS/ATTN_SCORE_LANES)
-#define ATTN_SCORE_COLS    4
-#define ATTN_SCORE_KEYS    (ATTN_SCORE_LANES*ATTN_SCORE_COLS)
-#define ATTN_SCORE_NR      4
-#define ATTN_SCORE_ROWS    (ATTN_SCORE_GROUPS*ATTN_SCORE_NR)
+#define ATTN_SCORE_COLS    (ATTN_SCORE_KEYS/ATTN_SCORE_LANES)
+#define ATTN_SCORE_NR      (ATTN_SCORE_ROWS/ATTN_SCORE_GROUPS)
 #define ATTN_SCORE_CHUNK   8
 #define ATTN_SCORE_STRIDE  (ATTN_SCORE_CHUNK + 1)
 
 // the logit of what is masked. Not -INFINITY: fast math may take any comparison with it for false
 #define ATTN_SCORE_NONE    (-1e30f)
 
-// threadgroup memory, in float4: a chunk of the keys, one of the rows. The column sums use it once more
-#define ATTN_SCORE_SHARED  ((ATTN_SCORE_KEYS + ATTN_SCORE_ROWS)*ATTN_SCORE_STRIDE)
-
-typedef struct {
-    uint64_t nbq1;
-    uint64_t nbq2;
-    uint64_t nbq3;
-    uint64_t nbk1;
-    uint64_t nbk2;
-    uint64_t nbk3;
-    uint64_t nbm1;
-    uint64_t nbm3;
-    uint64_t nbd1;
-    uint64_t nbd2;
-    int32_t  d;
-    int32_t  n_kv;
-    int32_t  n_q;
-    int32_t  n_head_kv;
-    int32_t  n_group;
-    int32_t  n_seq;
-    int32_t  n_split;
-    int32_t  mask;    // 0: none, 1: f16, 2: f32
-    int32_t  sinks;   // what is 0 here is not read there
-    int32_t  weights;
-    int32_t  acc;
-    float    scale;
-    float    logit_softcap;
-    float    norm;
-} attn_score_kargs;
+// a chunk of the keys, one of the rows. The column sums use it once more
+static_assert(ATTN_SCORE_SHARED == 16*(ATTN_SCORE_KEYS + ATTN_SCORE_ROWS)*ATTN_SCORE_STRIDE, "size of threadgroup memory");
 
 // --- types of K: four dimensions of a row from i on, i a multiple of 4
 

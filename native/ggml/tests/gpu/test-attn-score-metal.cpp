@@ -25,7 +25,7 @@ static void run_type(
 
     std::vector<float2> part((size_t) n_all * n_split, float2 { NAN, NAN });
     std::vector<float2> stat(n_all, float2 { NAN, NAN });
-    std::vector<float4> shared(ATTN_SCORE_SHARED, float4 { NAN, NAN, NAN, NAN });
+    std::vector<float4> shared(ATTN_SCORE_SHARED / sizeof(float4), float4 { NAN, NAN, NAN, NAN });
 
     const auto launch = [](dim3 grid, std::function<void(uint3, ushort)> body) {
         shim::launch([&](int) { body(uint3 { blockIdx.x, blockIdx.y, blockIdx.z }, (ushort) threadIdx.x); }, grid,
