@@ -83,6 +83,12 @@ DEVICES = (
 
 BYTES = {"f16": 2.0, "q8_0": 34 / 32}
 
+SCORE, PARK, DEVICE = "score (attn-score)", "park in host memory", "compact on the device"
+HOST = "compact by the host, where a device cannot"
+
+# the last two rows of a prompt's length: steps of a cut, as a share of its prefill
+CUTS = {"a cut, of that": (SCORE, PARK, DEVICE), '... with `park="off"`': (SCORE, DEVICE)}
+
 
 def steps(model: Model, n_kv: int, n_rows: int, budget: int, cache: str) -> list[Step]:
     """Return the steps of one cut of one sequence, all layers.
@@ -107,13 +113,18 @@ def steps(model: Model, n_kv: int, n_rows: int, budget: int, cache: str) -> list
     score = 2 * n_kv * n_rows * heads * (2 * model.n_embd_head + 8)
     k_bytes = n_kv * heads_kv * row
     scores = 4.0 * n_kv * heads_kv
-    kept = budget * heads_kv * row
+    kept = 2 * budget * heads_kv * row
+    index = 4.0 * budget * heads_kv
+    # rows that stay are read, written to temporary memory, read, written; those of one layer twice, for the rehearsal
+    gather = 4 * kept * (1 + 1 / model.n_layer)
+    # ... and copied when the cache moves into smaller buffers
+    shrink = 2 * kept
     return [
-        Step("score (attn-score)", score, 2 * k_bytes + scores, scores),
-        # K and V of all rows leave the device, to be parked and gathered; the kept come back, and once more out and
-        # in when the cache moves into smaller buffers
-        Step("park and compact by the host, as it is", 0, 2 * k_bytes + 6 * kept, 2 * k_bytes + 6 * kept),
-        Step("compact on the device, not built", 0, 4 * kept, 0),
+        Step(SCORE, score, 2 * k_bytes + scores, scores),
+        Step(PARK, 0, 2 * k_bytes, 2 * k_bytes),
+        Step(DEVICE, 0, gather + index + shrink, index),
+        # K and V of all rows leave the device, which they do for the park in any case; what stays comes back
+        Step(HOST, 0, 2 * k_bytes + kept + shrink, 2 * k_bytes + kept),
     ]
 
 
@@ -141,9 +152,12 @@ def table(n_rows: int, budget: int) -> str:
         flops = prefill(model, n_kv)
         times = " | ".join(f"{1e3 * flops / device.matrix:.0f} ms" for device in DEVICES)
         lines.append(f"| {n_kv} | its prefill, for comparison | {flops / 1e9:.0f} | | | {times} |")
-        cut = [sum(s.seconds(d) for s in steps(model, n_kv, n_rows, budget, "f16")[:2]) for d in DEVICES]
-        shares = " | ".join(f"{100 * t * d.matrix / flops:.1f} %" for t, d in zip(cut, DEVICES))
-        lines.append(f"| {n_kv}, f16 | a cut as it is, of that | | | | {shares} |")
+        for name, names in CUTS.items():
+            cut = [
+                sum(s.seconds(d) for s in steps(model, n_kv, n_rows, budget, "f16") if s.name in names) for d in DEVICES
+            ]
+            shares = " | ".join(f"{100 * t * d.matrix / flops:.1f} %" for t, d in zip(cut, DEVICES))
+            lines.append(f"| {n_kv}, f16 | {name} | | | | {shares} |")
     return "\n".join(lines)
 
 

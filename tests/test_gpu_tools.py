@@ -70,9 +70,13 @@ def test_the_table_of_the_documentation() -> None:
 
 def test_cost_by_hand() -> None:
     """One layer, one head, d = 2: 3 keys and 5 queries."""
-    score, host, device = gpu_cost.steps(gpu_cost.Model(1, 1, 1, 2, 10.0), n_kv=3, n_rows=5, budget=1, cache="f16")
+    steps = gpu_cost.steps(gpu_cost.Model(1, 1, 1, 2, 10.0), n_kv=3, n_rows=5, budget=1, cache="f16")
+    score, park, device, host = steps
     assert (score.flops, score.memory, score.link) == (2 * 15 * (4 + 8), 2 * 12 + 12, 12)
-    assert (host.link, device.memory) == (2 * 12 + 6 * 4, 16)
+    # a row of K and V is 8 bytes, its index 4; the only layer is the one of the rehearsal
+    assert (park.memory, park.link) == (24, 24)
+    assert (device.memory, device.link) == (2 * 4 * 8 + 2 * 8 + 4, 4)
+    assert (host.memory, host.link) == (24 + 3 * 8, 24 + 8)
     card = gpu_cost.Device("a card", flops=36.0, matrix=1.0, memory=36.0, link=12.0)
     assert score.seconds(card) == 360 / 36 + 1
     assert gpu_cost.prefill(gpu_cost.Model(1, 1, 1, 2, 10.0), 3) == 60 + 36

@@ -258,13 +258,38 @@ static void llama_dge_relayout(uint8_t * to, uint32_t n_to, const uint8_t * from
     }
 }
 
+// the first n cells of a stream
+static ggml_tensor llama_dge_first_cells(const ggml_tensor & t, uint32_t n) {
+    ggml_tensor res = t;
+
+    res.ne[1] = n;
+    res.nb[2] = res.nb[1] * n;
+    res.nb[3] = res.nb[2];
+
+    return res;
+}
+
 void llama_dge::copy_cells(const llama_dge_layer_mem & dst, size_t ikv, uint32_t n_copy) const {
-    const auto copy = [&](const ggml_tensor * from, ggml_tensor * to, bool trans) {
+    const auto & layer = kv.layers[ikv];
+
+    const auto copy = [&](const ggml_tensor * from, ggml_tensor * to, const std::vector<ggml_tensor *> & from_streams,
+                              const std::vector<ggml_tensor *> & to_streams, bool trans) {
         std::vector<uint8_t> data;
         std::vector<uint8_t> out;
 
         const bool from_host = ggml_backend_buffer_is_host(from->buffer);
         const bool to_host   = ggml_backend_buffer_is_host(to->buffer);
+
+        // a device copies by itself what lies in one piece; the other cells are zero already
+        if (!from_host && !to_host && !trans) {
+            for (uint32_t s = 0; s < kv.n_stream; ++s) {
+                const ggml_tensor a = llama_dge_first_cells(*from_streams[s], n_copy);
+                ggml_tensor       b = llama_dge_first_cells(*to_streams[s], n_copy);
+
+                ggml_backend_tensor_copy(&a, &b);
+            }
+            return;
+        }
 
         if (!from_host) {
             data.resize(ggml_nbytes(from));
@@ -282,10 +307,10 @@ void llama_dge::copy_cells(const llama_dge_layer_mem & dst, size_t ikv, uint32_t
         }
     };
 
-    copy(kv.layers[ikv].k, dst.k, false);
+    copy(layer.k, dst.k, layer.k_stream, dst.k_stream, false);
 
-    if (kv.layers[ikv].v) {
-        copy(kv.layers[ikv].v, dst.v, kv.v_trans);
+    if (layer.v) {
+        copy(layer.v, dst.v, layer.v_stream, dst.v_stream, kv.v_trans);
     }
 }
 
