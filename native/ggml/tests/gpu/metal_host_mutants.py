@@ -42,7 +42,7 @@ MUTANTS = [
     ("queries anywhere", "!attn_score_is_aligned(q, 16)", "!attn_score_is_aligned(q, 4)"),
     ("keys anywhere", "type == GGML_TYPE_F32 ? 16 : 2", "2"),
     ("any number of rows", "INT_MAX - ATTN_SCORE_THREADS", "INT64_MAX"),
-    ("any number of keys", "k->ne[1] > INT_MAX - ATTN_SCORE_KEYS || ", ""),
+    ("any number of keys", "k->ne[1] > INT_MAX - ATTN_SCORE_KEYS ||", ""),
     ("any device", "!props->has_simdgroup_reduction || ", ""),
     ("any threadgroup memory", " || props->max_theadgroup_memory_size < ATTN_SCORE_SHARED", ""),
     ("pipelines that are missing", "!pipeline.pipeline || ", ""),
