@@ -13,7 +13,7 @@ from reference import driver
 from reference.forward import Reference
 from reference.models import ZOO
 from reference.policies import Settings, disagreement, past_scores
-from reference.scenario import decode_each, prefill_and_arm, tokens_of
+from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
@@ -40,6 +40,34 @@ def test_operation_of_scores(new_context: ContextFactory, scored_by: str, policy
     assert names.count("ATTN_SCORE") == (n_layer if scored_by == "fused" else 0)
     assert names.count("POOL_2D") == (n_layer if scored_by == "graph" and policy == "snapkv" else 0)
     assert names.count("OUT_PROD") == (n_layer if scored_by == "graph" and policy == "h2o" else 0)
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_sums_that_are_not_added_in_place(
+    new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, flash_attn: bool
+) -> None:
+    """As on Metal: another operation adds, once per layer and ubatch, and the rows that are kept are the same."""
+    tokens = tokens_of(N_PROMPT + 1, 3)
+    kept, n_add = [], []
+    for fused in ("1", "apart", "0"):
+        monkeypatch.setenv("LLAMA_DGE_FUSED", fused)
+        s = Settings(scores="policy", budget=40, window=8, draft_tokens=1)
+        names: list[str] = []
+        context = new_context(
+            "g2",
+            flash_attn=flash_attn,
+            n_ubatch=32,
+            dge={**s.as_params(), "policy": driver.POLICIES["h2o"]},
+            operations=names,
+        )
+        prefill_and_arm(context, tokens[:N_PROMPT])
+        assert names.count("ATTN_SCORE") == (0 if fused == "0" else 4 * ZOO["g2"].n_layer)
+        n_add.append(names.count("ADD"))
+        decode_each(context, tokens[N_PROMPT:])
+        assert context.info()["state"] == driver.STATE_CUT
+        kept.append(as_lists(context.kept()))
+    assert n_add[1] - n_add[0] == 4 * ZOO["g2"].n_layer
+    assert kept[0] == kept[1] == kept[2]
 
 
 @pytest.mark.parametrize("n_seq, fused", [(2, True), (4, False)])

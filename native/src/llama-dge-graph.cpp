@@ -230,7 +230,21 @@ ggml_tensor * llama_dge_build_fused(ggml_context * ctx, const llama_hparams & hp
         return nullptr;
     }
 
-    ggml_tensor * res = llama_dge_build_op(ctx, hparams, layer, flash_attn, q, k, mask, weights, acc, norm);
+    const char * env   = getenv("LLAMA_DGE_FUSED");
+    const bool   apart = acc && env && strcmp(env, "apart") == 0;
 
-    return llama_dge_supports(buf, res) ? res : nullptr;
+    ggml_tensor * res = llama_dge_build_op(ctx, hparams, layer, flash_attn, q, k, mask, weights, acc, norm);
+    if (!apart && llama_dge_supports(buf, res)) {
+        return res;
+    }
+
+    // ggml-metal does not add in place
+    if (acc) {
+        res = llama_dge_build_op(ctx, hparams, layer, flash_attn, q, k, mask, weights, nullptr, norm);
+        if (llama_dge_supports(buf, res)) {
+            return ggml_add_inplace(ctx, acc, res);
+        }
+    }
+
+    return nullptr;
 }

@@ -40,7 +40,8 @@ ggml_tensor * llama_dge_build_op(ggml_context * ctx, const llama_hparams & hpara
         bool flash_attn, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask, ggml_tensor * weights, ggml_tensor * acc,
         float norm);
 
-// nullptr if it is not used, or the device of `buf`, which holds K and acc, does not have it
+// nullptr if it is not used, or the device of `buf`, which holds K and acc, does not have it. Where the device does not add to
+// acc in place, and everywhere with LLAMA_DGE_FUSED=apart, another operation adds
 ggml_tensor * llama_dge_build_fused(ggml_context * ctx, const llama_hparams & hparams, const llama_dge_layer & layer,
         bool flash_attn, ggml_backend_buffer_t buf, ggml_tensor * q, ggml_tensor * k, ggml_tensor * mask,
         ggml_tensor * weights, ggml_tensor * acc, float norm);
