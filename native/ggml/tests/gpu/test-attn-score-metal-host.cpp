@@ -280,7 +280,7 @@ int main(int argc, char ** argv) {
 #else
     auto cases = attn_score_cases();
     // parts of the keys that have several tiles
-    cases.push_back({ GGML_TYPE_F16, 64, 330, 33, 8, 8, 1, MASK_F16, false, false, false, 0 });
+    cases.push_back({ GGML_TYPE_F16, 32, 260, 33, 8, 8, 1, MASK_F16, false, false, false, 0 });
 #endif
     // a result that is larger than the memory of the first pass
     cases.push_back({ GGML_TYPE_Q4_0, 32, 16500, 1, 1, 1, 1, MASK_NONE, false, false, false, 0 });
