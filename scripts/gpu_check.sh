@@ -91,7 +91,7 @@ if test -n "$dry"; then
     step eviction 300 "$python" -m pytest -q tests/test_kept_sets.py -k other_caches
     step measure 120 "$python" -m bench.gpu --dry-run --out "$log/measure.json"
 else
-    step eviction 90 "$python" -m pytest -q -m vulkan tests/test_vulkan.py -k "not whole_model"
+    step eviction 90 "$python" -m pytest -q -m vulkan tests/test_vulkan.py tests/test_vulkan_gather.py -k "not whole_model"
     step measure 150 "$python" -m bench.gpu --out "$log/measure.json"
     step backend-perf 20 "$bin/test-backend-ops" perf -o ATTN_SCORE -b CUDA0
     step sanitizer-memory 30 compute-sanitizer --tool memcheck --error-exitcode 1 "$bin/test-attn-score"
