@@ -8,11 +8,6 @@
 
 #include "metal_stdlib"
 
-// ggml's headers for Metal have these of ggml.h once more
-#define ggml_sort_order      msl_sort_order
-#define GGML_SORT_ORDER_ASC  MSL_SORT_ORDER_ASC
-#define GGML_SORT_ORDER_DESC MSL_SORT_ORDER_DESC
-
 #include "attn-score-metal.h" // attn-score.metal by way of msl2cpp.py
 
 template <typename K>
