@@ -31,8 +31,10 @@ pytestmark = pytest.mark.vulkan
 
 DEVICE = os.environ.get("LLAMA_DGE_TEST_DEVICE", "Vulkan")
 
-# NMSE of logits: products of f16 and of quantised types are computed otherwise than on the CPU
-LARGEST = {"f32": 5e-5, "f16": 1e-4, "q8_0": 1e-3, "q4_0": 1e-2}
+# NMSE of logits, largest and median: products of f16 and of quantised types are computed otherwise than on the CPU, and
+# values are rounded to q8_0 otherwise (4e-4 and 1.4e-4 were measured). What rounding to q4_0 otherwise does (0.022
+# before any cut) is more than a wrong row does: there test_vulkan_gather.py compares bytes
+BOUNDS = {"f32": (5e-5, 5e-6), "f16": (1e-4, 1e-5), "q8_0": (1e-3, 3e-4)}
 
 CACHES = [(False, "f32", "f32"), (False, "f16", "f16"), (True, "f16", "f16"), (True, "q8_0", "q8_0")]
 
@@ -87,8 +89,7 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds of this device in the imported tests."""
 
     def nmse_bounds(type_k: str, type_v: str, *_: Any) -> tuple[float, float]:
-        largest = max(LARGEST[type_k], LARGEST[type_v])
-        return largest, largest / 10
+        return max(BOUNDS[type_k], BOUNDS[type_v])
 
     for module in (test_mask_equivalence, test_recall):
         monkeypatch.setattr(module, "nmse_bounds", nmse_bounds)
@@ -106,7 +107,6 @@ CASES = [
     case_of(CACHES[3], model="g2", scores="policy", pooling="avg", draft_tokens=1),
     case_of(CACHES[1], model="g8", draft_pooling="avg"),
     case_of(CACHES[2], policy="streamingllm"),
-    case_of((True, "q4_0", "q4_0"), model="g2"),
 ]
 
 
@@ -122,7 +122,7 @@ def test_a_wrong_cut_is_seen(zoo: Zoo, new_context: ContextFactory, cache: tuple
     kept = run.context.kept()
     for name, wrong in mutants(run, kept, len(kept), len(kept[0])).items():
         worst = max(nmse(got, want) for got, want in zip(run.after, run.want(wrong)))
-        assert worst > LARGEST[cache[1]], name
+        assert worst > BOUNDS[cache[1]][0], name
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=str)
