@@ -1,4 +1,4 @@
-"""Captured queries that are taken out of a context and put back with a state: the cut is the same as without that."""
+"""Captured queries and sums, taken out of a context and put back with a state: the cut is the same as without that."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ N_PROMPT = 150
 TOKENS = tokens_of(N_PROMPT + 20, 3)
 # what captures: the longest draft and window of those that are cut
 WIDE: dict[str, Any] = {"budget": 40, "draft_tokens": 9, "window": 12, "scores": "both"}
+SUMS: dict[str, Any] = {**WIDE, "policy": "h2o"}
 OTHERS: list[dict[str, Any]] = [
     {"budget": 32, "draft_tokens": 9, "scores": "draft"},
     {"budget": 32, "draft_tokens": 3, "window": 12},
     {"budget": 48, "draft_tokens": 1, "scores": "policy"},
     {"budget": 32, "draft_tokens": 4, "scores": "both", "refresh": 3, "park": "ram"},
     {"budget": 32, "draft_tokens": 2, "policy": "streamingllm"},
+    {"budget": 32, "draft_tokens": 1, "policy": "h2o", "scores": "policy"},
+    {"budget": 48, "draft_tokens": 4, "policy": "h2o", "scores": "policy", "head_budgets": "adaptive"},
+    {"budget": 32, "draft_tokens": 3, "policy": "h2o", "scores": "both"},
 ]
 
 
 @pytest.mark.parametrize("settings", OTHERS, ids=str)
-@pytest.mark.parametrize("model", ["g2", "g8"])
+@pytest.mark.parametrize("model", ["g2", "g3", "g8"])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_other_settings_go_on(
     new_context: ContextFactory, model: str, settings: dict[str, Any], flash_attn: bool
@@ -39,7 +43,8 @@ def test_other_settings_go_on(
     prefill_and_arm(alone, TOKENS[:N_PROMPT])
     want = decode_each(alone, TOKENS[N_PROMPT:])[n_draft:]
 
-    reader = new_context(model, flash_attn=flash_attn, dge=WIDE)
+    # sums are given to settings that do not need them, too
+    reader = new_context(model, flash_attn=flash_attn, dge=SUMS)
     reader.decode(TOKENS[:N_PROMPT], every=False)
     for token in TOKENS[N_PROMPT : N_PROMPT + n_draft]:
         reader.decode([token])
@@ -86,20 +91,69 @@ def test_too_few(new_context: ContextFactory) -> None:
     assert other.arm(N_PROMPT) == driver.ERR_QUERIES
 
 
+def test_sums_in_other_cells(new_context: ContextFactory) -> None:
+    """They follow their rows, and those of another sequence stay."""
+    reader = new_context("g3", dge=SUMS)
+    reader.decode(TOKENS[:N_PROMPT], every=False)
+    queries = reader.queries()
+    other = new_context("g3", dge=SUMS, n_seq_max=2)
+    other.decode(tokens_of(60, 4))
+    beside = other.queries()
+    assert other.seq_state_load(reader.seq_state(), 1)
+    assert other.set_queries(queries, 1) == driver.OK
+    assert other.queries(1) == queries != beside == other.queries()
+    # the next rows add to them as they do where they came from
+    decode_each(reader, TOKENS[N_PROMPT : N_PROMPT + 3])
+    decode_each(other, TOKENS[N_PROMPT : N_PROMPT + 3], 1)
+    sums = [np.frombuffer(data, "<f4")[-(N_PROMPT + 3) * 4 :] for data in (reader.queries(), other.queries(1))]
+    assert sums[0].sum() == pytest.approx(6 * 2 * (N_PROMPT + 3), rel=1e-4)  # heads, layers: 1 from each row
+    np.testing.assert_allclose(sums[1], sums[0], rtol=1e-4, atol=1e-5)
+
+
+def test_sums_that_are_not_those_of_the_rows(new_context: ContextFactory) -> None:
+    """None, too few, too many: no cut by sums, and never one by wrong ones."""
+    settings = {**SUMS, "draft_tokens": 1}
+    for captures, n_captured, n_removed in [(WIDE, N_PROMPT, 0), (SUMS, N_PROMPT - 1, 0), (SUMS, N_PROMPT, 1)]:
+        reader = new_context("g2", dge=captures)
+        reader.decode(TOKENS[:n_captured], every=False)
+        queries = reader.queries()
+        reader.decode(TOKENS[n_captured:N_PROMPT], every=False) if n_captured < N_PROMPT else None
+        other = new_context("g2", dge=settings)
+        assert other.seq_state_load(reader.seq_state())
+        assert not n_removed or other.seq_rm(0, N_PROMPT - n_removed, -1)
+        assert other.set_queries(queries) == driver.OK
+        assert other.arm(N_PROMPT - n_removed) == driver.ERR_QUERIES
+
+
+def test_sums_are_parked_as_they_are(new_context: ContextFactory) -> None:
+    """Bit for bit, also with 3 heads in a group: x / 3 * 3 is not always x."""
+    settings = {"policy": "h2o", "scores": "policy", "budget": 32, "draft_tokens": 1, "park": "ram"}
+    context = new_context("g3", dge=settings)
+    prefill_and_arm(context, TOKENS[:N_PROMPT])
+    before = context.queries()
+    decode_each(context, TOKENS[N_PROMPT : N_PROMPT + 3])
+    assert context.info()["state"] == driver.STATE_CUT and context.queries() != before
+    assert context.restore(N_PROMPT) == N_PROMPT
+    assert context.queries() == before
+
+
 def test_what_is_refused(new_context: ContextFactory) -> None:
     """With an error, and nothing has changed."""
-    context = new_context("g2", dge=WIDE)
+    context = new_context("g2", dge=SUMS)
     assert context.queries() and context.set_queries(b"") == driver.ERR_SEQ  # no rows
     prefill_and_arm(context, TOKENS[:N_PROMPT])
     good = context.queries()
-    magic, n_layer, n_embd, n_pos = struct.unpack_from("<IIQQ", good)
-    head = 24
+    header = struct.Struct("<IIQQQQ")
+    head = header.size
+    fields = header.unpack_from(good)  # magic, layers, length of a query, positions, KV heads, rows in the sums
+    assert fields[1] == 3 and fields[3] == 20 and fields[4:] == (6, N_PROMPT)
+
+    def changed(i: int, value: int) -> bytes:
+        return header.pack(*fields[:i], value, *fields[i + 1 :]) + good[head:]
+
     bad = [
         b"", good[:-1], good[: head - 1], good + b"\0", b"\0" + good[1:],
-        struct.pack("<IIQQ", magic, n_layer + 1, n_embd, n_pos) + good[head:],
-        struct.pack("<IIQQ", magic, n_layer, n_embd + 1, n_pos) + good[head:],
-        struct.pack("<IIQQ", magic, n_layer, n_embd, 2**61) + good[head:],
-        struct.pack("<IIQQ", magic, n_layer, n_embd, n_pos + 1) + good[head:],
+        *(changed(i, fields[i] + 1) for i in range(6)), *(changed(i, 2**61) for i in (2, 3, 4, 5)),
         good[:head] + good[head + 4 : head + 8] + good[head : head + 4] + good[head + 8 :],  # not ascending
         good[:head] + struct.pack("<i", -1) + good[head + 4 :],
     ]  # fmt: skip

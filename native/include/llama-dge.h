@@ -237,14 +237,15 @@ LLAMA_API int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq
 LLAMA_API int32_t llama_dge_seq_reuse(
         const struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt, int32_t n_match);
 
-// The captured queries of a sequence, which its state does not hold: a state of a sequence that was not cut, put back
-// together with them, can be cut at once, with other settings, too. Returns the bytes; writes them if dst is not NULL and
-// size is enough, else returns 0. 0 where nothing is captured.
+// What was captured of a sequence and its state does not hold: queries, and the sums of H2O where its own score is asked
+// for. A state of a sequence that was not cut, put back together with them, can be cut at once, with other settings, too.
+// Returns the bytes; writes them if dst is not NULL and size is enough, else returns 0. 0 where nothing is captured.
 LLAMA_API size_t llama_dge_seq_get_queries(
         const struct llama_context * ctx, llama_seq_id seq_id, uint8_t * dst, size_t size);
 
 // The same model, LoRA adapters and rows are expected, as for a state. Queries of rows that the sequence does not hold
-// are left out. On an error nothing changed. ERR_DISABLED, ERR_SEQ, ERR_CUT, ERR_SHARED, ERR_PARAMS
+// are left out; sums that count such rows are of no use, and a cut that needs sums is refused then. What the settings in
+// force do not need is left out. On an error nothing changed. ERR_DISABLED, ERR_SEQ, ERR_CUT, ERR_SHARED, ERR_PARAMS
 LLAMA_API int32_t llama_dge_seq_set_queries(
         struct llama_context * ctx, llama_seq_id seq_id, const uint8_t * src, size_t size);
 

@@ -80,28 +80,34 @@ void llama_dge::capture_drop(llama_seq_id seq_id, llama_pos p0) {
 }
 
 //
-// captured queries outside of the ring
+// what was captured, outside of the context
 //
 
-static constexpr uint32_t LLAMA_DGE_QUERIES_MAGIC = 0x71656764; // "dgeq"
+static constexpr uint32_t LLAMA_DGE_QUERIES_MAGIC = 0x73656764; // "dges"
 
-// then int32_t pos[n_pos], ascending, and for each layer F32 [n_embd_q][n_pos]
+// then int32_t pos[n_pos], ascending, for each layer F32 [n_embd_q][n_pos], and for each layer F32 [n_summed][n_head_kv]
 struct llama_dge_queries_header {
     uint32_t magic;
     uint32_t n_layer;
-    uint64_t n_embd; // of all layers
+    uint64_t n_embd; // of the queries of all layers
     uint64_t n_pos;
+    uint64_t n_head; // KV heads of all layers
+    uint64_t n_summed;
 };
 
-static size_t llama_dge_queries_size(uint64_t n_pos, uint64_t n_embd) {
-    return sizeof(llama_dge_queries_header) + n_pos * (sizeof(int32_t) + n_embd * sizeof(float));
+static size_t llama_dge_queries_size(const llama_dge_queries_header & header) {
+    return sizeof(header) + header.n_pos * (sizeof(int32_t) + header.n_embd * sizeof(float)) +
+           header.n_summed * header.n_head * sizeof(float);
 }
 
-static uint64_t llama_dge_n_embd_q(const std::vector<llama_dge_layer> & layers) {
-    uint64_t res = 0;
-    for (const auto & layer : layers) {
-        res += layer.ring->ne[0];
+llama_dge_queries_header llama_dge::queries_header() const {
+    llama_dge_queries_header res = { LLAMA_DGE_QUERIES_MAGIC, (uint32_t) layers.size(), 0, 0, 0, 0 };
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        res.n_embd += (uint64_t) kv.hparams.n_embd_head_k(layers[i].il) * kv.hparams.n_head(layers[i].il);
+        res.n_head += n_head_kv(i);
     }
+
     return res;
 }
 
@@ -121,24 +127,36 @@ std::vector<llama_pos> llama_dge::captured_pos(llama_seq_id seq_id) const {
 }
 
 size_t llama_dge::queries_get(llama_seq_id seq_id, uint8_t * dst, size_t size) const {
-    if (n_ring == 0) {
+    if (n_ring == 0 && sums_bufs.empty()) {
         return 0;
     }
 
-    const auto     pos    = captured_pos(seq_id);
-    const uint64_t n_embd = llama_dge_n_embd_q(layers);
-    const size_t   res    = llama_dge_queries_size(pos.size(), n_embd);
+    const auto & seq = seqs[seq_id];
+    const auto   pos = captured_pos(seq_id);
+
+    auto header = queries_header();
+
+    header.n_pos = pos.size();
+
+    // rows of a cut sequence, or of one that shares cells, have no sums of their own
+    std::vector<uint32_t> cells;
+    if (!sums_bufs.empty() && seq.n_summed > 0 && map_cells(seq_id, cells) == LLAMA_DGE_OK) {
+        header.n_summed = seq.n_summed;
+    }
+
+    const size_t res = llama_dge_queries_size(header);
 
     if (!dst || size < res) {
         return dst ? 0 : res;
     }
 
-    const llama_dge_queries_header header = { LLAMA_DGE_QUERIES_MAGIC, (uint32_t) layers.size(), n_embd, pos.size() };
+    const auto write = [&dst](const void * src, size_t n) {
+        memcpy(dst, src, n);
+        dst += n;
+    };
 
-    memcpy(dst, &header, sizeof(header));
-    dst += sizeof(header);
-    memcpy(dst, pos.data(), pos.size() * sizeof(int32_t));
-    dst += pos.size() * sizeof(int32_t);
+    write(&header, sizeof(header));
+    write(pos.data(), pos.size() * sizeof(int32_t));
 
     for (const auto & layer : layers) {
         for (const llama_pos p : pos) {
@@ -147,6 +165,13 @@ size_t llama_dge::queries_get(llama_seq_id seq_id, uint8_t * dst, size_t size) c
             ggml_backend_tensor_get(layer.ring, dst, row * layer.ring->nb[1], layer.ring->nb[1]);
             dst += layer.ring->nb[1];
         }
+    }
+
+    std::vector<float> sums;
+
+    for (size_t i = 0; header.n_summed > 0 && i < layers.size(); ++i) {
+        read_sums(i, seq_id, cells, header.n_summed, sums);
+        write(sums.data(), sums.size() * sizeof(float));
     }
 
     return res;
@@ -164,8 +189,8 @@ int32_t llama_dge::queries_set(llama_seq_id seq_id, const uint8_t * src, size_t 
         return status;
     }
 
-    // settings that need no queries have no place for them
-    if (n_ring == 0) {
+    // settings that need nothing have no place for it
+    if (n_ring == 0 && sums_bufs.empty()) {
         return LLAMA_DGE_OK;
     }
 
@@ -175,10 +200,12 @@ int32_t llama_dge::queries_set(llama_seq_id seq_id, const uint8_t * src, size_t 
     }
     memcpy(&header, src, sizeof(header));
 
-    // n_pos is bounded before it is multiplied
-    if (header.magic != LLAMA_DGE_QUERIES_MAGIC || header.n_layer != layers.size() ||
-            header.n_embd != llama_dge_n_embd_q(layers) || header.n_pos > size ||
-            size != llama_dge_queries_size(header.n_pos, header.n_embd)) {
+    const auto want = queries_header();
+
+    // what is multiplied is bounded before
+    if (header.magic != want.magic || header.n_layer != want.n_layer || header.n_embd != want.n_embd ||
+            header.n_head != want.n_head || header.n_pos > size || header.n_summed > size ||
+            size != llama_dge_queries_size(header)) {
         return LLAMA_DGE_ERR_PARAMS;
     }
 
@@ -192,8 +219,42 @@ int32_t llama_dge::queries_set(llama_seq_id seq_id, const uint8_t * src, size_t 
         }
     }
 
+    if (n_ring > 0) {
+        ring_set(seq_id, pos, cells.size(), src);
+    }
+    src += header.n_pos * header.n_embd * sizeof(float);
+
+    // settings that need no sums have no place for them, and where none are given those at hand go on
+    if (sums_bufs.empty() || header.n_summed == 0) {
+        return LLAMA_DGE_OK;
+    }
+
+    // what removed rows added cannot be taken out again
+    if (header.n_summed > cells.size()) {
+        seqs[seq_id].n_summed = -1;
+        return LLAMA_DGE_OK;
+    }
+
+    cells.resize(header.n_summed);
+
+    std::vector<float> sums;
+
+    for (size_t i = 0; i < layers.size(); ++i) {
+        sums.resize(header.n_summed * n_head_kv(i));
+        memcpy(sums.data(), src, sums.size() * sizeof(float));
+        src += sums.size() * sizeof(float);
+
+        write_sums(i, seq_id, cells, sums, header.n_summed);
+    }
+
+    seqs[seq_id].n_summed = header.n_summed;
+
+    return LLAMA_DGE_OK;
+}
+
+void llama_dge::ring_set(llama_seq_id seq_id, const std::vector<int32_t> & pos, int32_t n_rows, const uint8_t * src) {
     // the last ones of the rows that are there
-    const size_t i1 = std::lower_bound(pos.begin(), pos.end(), (int32_t) cells.size()) - pos.begin();
+    const size_t i1 = std::lower_bound(pos.begin(), pos.end(), n_rows) - pos.begin();
     const size_t i0 =
             i1 == 0 ? 0 : std::upper_bound(pos.begin(), pos.begin() + i1, pos[i1 - 1] - (int32_t) n_ring) - pos.begin();
 
@@ -211,6 +272,4 @@ int32_t llama_dge::queries_set(llama_seq_id seq_id, const uint8_t * src, size_t 
         }
         src += pos.size() * layer.ring->nb[1];
     }
-
-    return LLAMA_DGE_OK;
 }

@@ -25,6 +25,8 @@ struct llama_dge_choice;
 
 struct llama_dge_scorer;
 
+struct llama_dge_queries_header;
+
 // the fast product of the CPU takes keys in such multiples
 static constexpr int32_t LLAMA_DGE_KEYS_PAD = 16;
 
@@ -202,6 +204,12 @@ struct llama_dge {
     size_t  queries_get(llama_seq_id seq_id, uint8_t * dst, size_t size) const;
     int32_t queries_set(llama_seq_id seq_id, const uint8_t * src, size_t size);
 
+    // of this model, nothing captured
+    llama_dge_queries_header queries_header() const;
+
+    // queries at these positions into the ring, of a sequence of n_rows; src: for each layer [n_embd_q][pos.size()]
+    void ring_set(llama_seq_id seq_id, const std::vector<int32_t> & pos, int32_t n_rows, const uint8_t * src);
+
     //
     // cut
     //
@@ -240,12 +248,13 @@ struct llama_dge {
     int32_t score_layer(llama_context & lctx, size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
             llama_pos p0, llama_pos p1, int32_t n_past, std::vector<float> & scores) const;
 
-    // sums of the rows [0, n_past) of a layer
-    void read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past,
-            std::vector<float> & scores) const;
+    // sums of the first n rows of a layer over the heads of a group, [n_head_kv][n]
+    void read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n,
+            std::vector<float> & res) const;
 
+    // ... and back; data: [n_head_kv][stride], of which the rows that `cells` has are taken
     void write_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
-            const std::vector<float> & scores, int32_t n_past);
+            const std::vector<float> & data, int32_t stride);
 
     // ERR_MEMORY, ERR_PARK: nothing changed
     int32_t compact(llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells,

@@ -276,43 +276,42 @@ const llama_hparams & llama_dge::hparams() const {
     return kv.hparams;
 }
 
-void llama_dge::read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n_past,
-        std::vector<float> & scores) const {
+void llama_dge::read_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n,
+        std::vector<float> & res) const {
     const auto * sums = layers[ikv].sums;
 
     const int64_t n_kv      = sums->ne[0];
     const int64_t n_head_kv = sums->ne[1];
-    const float   n_group   = (float) kv.hparams.n_head(layers[ikv].il) / n_head_kv;
 
     std::vector<float> data(n_kv * n_head_kv);
     ggml_backend_tensor_get(sums, data.data(), kv.seq_to_stream[seq_id] * sums->nb[2], data.size() * sizeof(float));
 
-    scores.resize((size_t) n_head_kv * n_past);
+    res.resize((size_t) n_head_kv * n);
 
     for (int64_t ih = 0; ih < n_head_kv; ++ih) {
-        for (int64_t j = 0; j < n_past; ++j) {
-            scores[ih * n_past + j] = data[ih * n_kv + cells[j]] / n_group;
+        for (int64_t j = 0; j < n; ++j) {
+            res[ih * n + j] = data[ih * n_kv + cells[j]];
         }
     }
 }
 
 void llama_dge::write_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
-        const std::vector<float> & scores, int32_t n_past) {
+        const std::vector<float> & data, int32_t stride) {
     auto * sums = layers[ikv].sums;
 
     const int64_t n_kv      = sums->ne[0];
     const int64_t n_head_kv = sums->ne[1];
-    const float   n_group   = (float) kv.hparams.n_head(layers[ikv].il) / n_head_kv;
     const size_t  offset    = kv.seq_to_stream[seq_id] * sums->nb[2];
 
-    std::vector<float> data(n_kv * n_head_kv);
-    ggml_backend_tensor_get(sums, data.data(), offset, data.size() * sizeof(float));
+    // cells of other sequences keep theirs
+    std::vector<float> all(n_kv * n_head_kv);
+    ggml_backend_tensor_get(sums, all.data(), offset, all.size() * sizeof(float));
 
     for (int64_t ih = 0; ih < n_head_kv; ++ih) {
         for (size_t j = 0; j < cells.size(); ++j) {
-            data[ih * n_kv + cells[j]] = scores[ih * n_past + j] * n_group;
+            all[ih * n_kv + cells[j]] = data[ih * stride + j];
         }
     }
 
-    ggml_backend_tensor_set(sums, data.data(), offset, data.size() * sizeof(float));
+    ggml_backend_tensor_set(sums, all.data(), offset, all.size() * sizeof(float));
 }

@@ -242,6 +242,13 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
         if (llama_dge_needs_sums(input.params)) {
             read_sums(i, seq_id, cells, input.n_past, scores.window);
+
+            // the mean over the heads of a group, as of the other scores
+            const float n_group = (float) kv.hparams.n_head(layers[i].il) / n_head_kv(i);
+
+            for (float & score : scores.window) {
+                score /= n_group;
+            }
         }
 
         if (llama_dge_needs_window_scores(input.params)) {
