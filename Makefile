@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-vulkan, gpu-check, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-peers, bench-score, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-cuda-link, test-vulkan, gpu-check, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-peers, bench-score, sweep, clean'
 
 # --- environment
 
@@ -111,6 +111,14 @@ test-cuda-compile: $(TOOLS)
 test-cuda-objects: $(TOOLS)
 	$(PYTHON) scripts/upstream.py prepare
 	$(PY) scripts/cuda_compile.py --objects $(CUDA_ARGS)
+
+# `CMAKE_ARGS=-DGGML_CUDA=on pip install .` into build/cuda-venv, without a card, and tests of what came of it. The whole
+# of ggml-cuda for one architecture: 40 minutes of CPU time on a fast machine; ccache keeps what is done
+.PHONY: test-cuda-link
+test-cuda-link: $(TOOLS)
+	$(PY) scripts/cuda_link.py
+	LLAMA_DGE_LIB_PATH=$$(echo $(CURDIR)/build/cuda-venv/lib/python*/site-packages/llama_dge/lib) PYTHONPATH=python $(PY) -m pytest -m cuda_link $(PYTEST_ARGS)
+	build/cuda-venv/bin/llama-dge doctor
 
 # cuts with model and cache on a Vulkan device; by default lavapipe, Mesa's driver for the CPU: scripts/gpu_packages.sh
 # installs it. For a card: make test-vulkan VULKAN_ICD=

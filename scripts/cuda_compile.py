@@ -98,28 +98,28 @@ def find_nvcc() -> Path | None:
     return None
 
 
-def install_nvcc() -> Path:
-    """Unpack the pinned wheels into ``build/cuda`` and return their nvcc.
+def install_wheels(folder: Path, requirements: Path) -> Path:
+    """Unpack pinned wheels into a folder, if they are not there yet, and return their nvcc.
 
     Raises
     ------
     CudaError
         when pip fails, or the wheels hold no nvcc
     """
-    wanted = (ROOT / "requirements/cuda.txt").read_text(encoding="utf-8")
-    stamp = TOOLKIT / "requirements.txt"
-    if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
-        shutil.rmtree(TOOLKIT, ignore_errors=True)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(TOOLKIT)]
-        if subprocess.run([*command, "-r", str(ROOT / "requirements/cuda.txt")]).returncode != 0:
-            raise CudaError("pip could not install requirements/cuda.txt: its message is above")
-        stamp.write_text(wanted, encoding="utf-8")
-    for path in sorted(TOOLKIT.glob("nvidia/*/bin/nvcc")):
+    pinned = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "requirements/cuda.txt", requirements))
+    stamp = folder / "requirements.txt"
+    if not stamp.exists() or stamp.read_text(encoding="utf-8") != pinned:
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        if subprocess.run([*command, "-r", str(requirements)]).returncode != 0:
+            raise CudaError(f"pip could not install {requirements.relative_to(ROOT)}: its message is above")
+        stamp.write_text(pinned, encoding="utf-8")
+    for path in sorted(folder.glob("nvidia/*/bin/nvcc")):
         for tool in [*path.parent.iterdir(), *path.parent.parent.glob("nvvm/bin/*")]:
             if tool.is_file():  # pip --target drops the permission to execute
                 tool.chmod(0o755)
         return path
-    raise CudaError(f"no nvcc in {TOOLKIT}: delete that folder and try again")
+    raise CudaError(f"no nvcc in {folder}: delete that folder and try again")
 
 
 def demangle(names: Iterable[str]) -> dict[str, str]:
@@ -265,7 +265,7 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES, help="such as 86 90")
     args = parser.parse_args()
     try:
-        nvcc = (None if args.install else find_nvcc()) or install_nvcc()
+        nvcc = (None if args.install else find_nvcc()) or install_wheels(TOOLKIT, ROOT / "requirements/cuda.txt")
         print(f"{nvcc}: {subprocess.run([nvcc, '--version'], capture_output=True, text=True).stdout.splitlines()[-1]}")
         if args.objects:
             compile_objects(nvcc, args.arch[0])
