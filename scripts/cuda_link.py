@@ -70,15 +70,15 @@ def build(toolkit: Path, arch: str) -> Path:
     }
     args = " ".join(f"-D{name}={value}" for name, value in options.items())
     python = VENV / "bin/python"
-    pip = [python, "-m", "pip", "install"]
+    pip = [str(python), "-m", "pip", "install"]
     for command in (
-        [sys.executable, "-m", "venv", VENV],
+        [sys.executable, "-m", "venv", str(VENV)],
         [*pip, "--quiet", "pip>=23.1"],
-        [*pip, "--quiet", "-r", ROOT / "requirements/runtime.txt"],
+        [*pip, "--quiet", "-r", "requirements/runtime.txt"],
         # a build folder of its own: CMake remembers options, and those of other builds are others
-        [*pip, "--verbose", "--no-deps", "--force-reinstall", "--config-settings=build-dir=build/cuda-wheel", ROOT],
+        [*pip, "--verbose", "--no-deps", "--force-reinstall", "--config-settings=build-dir=build/cuda-wheel", "."],
     ):
-        text = " ".join(str(word) for word in command)
+        text = " ".join(command)
         print(f"CMAKE_ARGS='{args}' {text}", flush=True)
         if subprocess.run(command, cwd=ROOT, env={**os.environ, "CMAKE_ARGS": args}).returncode != 0:
             raise CudaError(f"failed, its message is above: {text}")
