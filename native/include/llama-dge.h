@@ -34,6 +34,12 @@
 //   - with `refresh`, the rows are chosen again while the answer is decoded; "last prompt position" above then means the
 //     last position of the latest choice
 //   - with `park`, the rows of before the cut wait in host memory or in a file: llama_dge_seq_restore() puts them back
+//
+// A cut, a choice or a restore that fails before its first row moves changes nothing. Where a device fails after that, the
+// sequence is emptied and what was parked of it is dropped; others stay as they are, unless the device cannot copy their
+// rows, either, and they are emptied, too. llama_dge_seq_info.error is ERR_LOST then. llama_decode() returns -2, with
+// nothing of its batch in the cache, if the batch goes on with such a sequence, and so does each later one, until the
+// sequence is removed as a whole, cleared, or begun again at position 0.
 
 #ifdef __cplusplus
 extern "C" {
@@ -59,6 +65,7 @@ enum llama_dge_status {
     LLAMA_DGE_ERR_ABORTED  = -10,   // the abort callback fired; the cut is tried again at the next llama_decode()
     LLAMA_DGE_ERR_CALLBACK = -11,   // the callback of POLICY_CUSTOM failed or returned rows that cannot be kept
     LLAMA_DGE_ERR_PARK     = -12,   // the rows could not be parked, or what was parked is damaged
+    LLAMA_DGE_ERR_LOST     = -13, // a device failed while rows moved: the sequence is empty, evaluate its prompt again
 };
 
 enum llama_dge_policy {
@@ -228,7 +235,7 @@ LLAMA_API int32_t llama_dge_seq_arm(struct llama_context * ctx, llama_seq_id seq
 LLAMA_API int32_t llama_dge_seq_disarm(struct llama_context * ctx, llama_seq_id seq_id);
 
 // Cut now, with the queries at hand, instead of waiting for k tokens. Arms the whole sequence as the prompt if it is
-// not armed. On an error the sequence is as it was before.
+// not armed. On an error the sequence is as it was before; on ERR_LOST it is empty.
 LLAMA_API int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id);
 
 // A prompt of n_prompt tokens shares its first n_match tokens with what the sequence holds. How many of them may be
@@ -253,7 +260,7 @@ LLAMA_API int32_t llama_dge_seq_set_queries(
 // is not cut any more. What it decoded after the cut is dropped and has to be evaluated again. Returns the number of
 // rows; 0, with nothing changed, where no rows can be put back for this n_match: nothing is parked, other LoRA adapters
 // are in force, or the state of layers that are not cut (sliding windows, recurrent ones) is not known at n_match. On an error the sequence is as it
-// was. ERR_DISABLED, ERR_SEQ, ERR_PARAMS, ERR_MEMORY, ERR_PARK
+// was; on ERR_LOST it is empty. ERR_DISABLED, ERR_SEQ, ERR_PARAMS, ERR_MEMORY, ERR_PARK, ERR_LOST
 LLAMA_API int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_match);
 
 // Contexts that this thread creates from now on begin with a small cache, which grows with use up to n_ctx and shrinks
@@ -294,6 +301,10 @@ LLAMA_API bool llama_dge_debug_seq_rm(struct llama_context * ctx, llama_seq_id s
 
 // For tests: the n-th allocation of this library from now on fails, and those after it do not; 0: none
 LLAMA_API void llama_dge_debug_fail_alloc(int32_t n);
+
+// For tests: likewise the n-th step that moves rows in a cut, a choice or a restore: a device's graph for one layer (trials
+// in front of a cut count), a layer that is copied
+LLAMA_API void llama_dge_debug_fail_move(int32_t n);
 
 #ifdef __cplusplus
 }

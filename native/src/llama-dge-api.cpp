@@ -53,6 +53,7 @@ const char * llama_dge_status_str(int32_t status) {
         case LLAMA_DGE_ERR_ABORTED:     return "aborted by the callback";
         case LLAMA_DGE_ERR_CALLBACK:    return "the policy's callback failed or returned rows that cannot be kept";
         case LLAMA_DGE_ERR_PARK:        return "rows could not be parked, or what was parked is damaged";
+        case LLAMA_DGE_ERR_LOST:        return "a device failed, the sequence was cleared: evaluate its prompt again";
         default:                        return "unknown status";
     }
 }
@@ -62,6 +63,14 @@ static llama_dge * llama_dge_get(const struct llama_context * ctx) {
 
     // an elastic cache has one before eviction is enabled
     return kv && kv->dge && kv->dge->active ? kv->dge.get() : nullptr;
+}
+
+// a cut that is due is made by this call, and not by a batch
+static void llama_dge_update_memory(struct llama_context * ctx) {
+    llama_dge::get_kv(*ctx)->dge->batch = nullptr;
+
+    ctx->sched_reserve();
+    ctx->memory_update(false);
 }
 
 // the status of a call that needs an enabled context and one of its sequences
@@ -185,8 +194,7 @@ int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_para
         // graphs may need more nodes now
         dge.request_reserve(*ctx);
 
-        ctx->sched_reserve();
-        ctx->memory_update(false);
+        llama_dge_update_memory(ctx);
     } catch (const std::exception & err) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         return LLAMA_DGE_ERR_MEMORY;
@@ -214,8 +222,7 @@ int32_t llama_dge_disable(struct llama_context * ctx) {
         dge->active  = false;
         dge->rebuild = true;
 
-        ctx->sched_reserve();
-        ctx->memory_update(false);
+        llama_dge_update_memory(ctx);
 
         auto & owner = llama_dge::get_kv(*ctx)->dge;
 
@@ -278,16 +285,19 @@ int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id) {
     try {
         seq.force = true;
 
-        ctx->sched_reserve();
-        ctx->memory_update(false);
+        llama_dge_update_memory(ctx);
     } catch (const std::exception & err) {
         // the cut itself is done or not by now; what failed is the reservation of the next graph
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
     }
 
     if (seq.state != LLAMA_DGE_STATE_CUT) {
-        status    = seq.error == LLAMA_DGE_OK ? (int32_t) LLAMA_DGE_ERR_COMPUTE : seq.error;
-        seq       = before;
+        status = seq.error == LLAMA_DGE_OK ? (int32_t) LLAMA_DGE_ERR_COMPUTE : seq.error;
+
+        // a lost one is empty
+        if (status != LLAMA_DGE_ERR_LOST) {
+            seq = before;
+        }
         seq.error = status;
     }
 
@@ -444,7 +454,7 @@ int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, i
     try {
         res = dge.restore(*ctx, seq_id, n_match);
     } catch (const std::bad_alloc &) {
-        // everything is allocated before the first row moves
+        // what is large is allocated before the first row moves
         res = LLAMA_DGE_ERR_MEMORY;
     } catch (const std::exception & err) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
@@ -453,8 +463,7 @@ int32_t llama_dge_seq_restore(struct llama_context * ctx, llama_seq_id seq_id, i
 
     if (dge.rebuild) {
         try {
-            ctx->sched_reserve();
-            ctx->memory_update(false);
+            llama_dge_update_memory(ctx);
         } catch (const std::exception & err) {
             // tried again by the next decode
             LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());

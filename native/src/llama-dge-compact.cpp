@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
 static bool llama_dge_is_host(const ggml_tensor * t) {
     return ggml_backend_buffer_is_host(t->view_src ? t->view_src->buffer : t->buffer);
@@ -117,7 +118,8 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
         }
     };
 
-    // memory runs out here or not at all: once a row has moved there is no way back
+    // memory runs out here or not at all: once a row has moved there is no way back. A device may still fail then, and the
+    // sequence is lost
     llama_dge_gather device(lctx.get_sched(), moves);
 
     for (const auto & layer : kv.layers) {
@@ -186,7 +188,7 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
         resize_begin();
     }
 
-    for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
+    const auto move_layer = [&](size_t ikv) {
         const int32_t il = kv.layers[ikv].il;
 
         ggml_tensor * k = kv.layers[ikv].k_stream[strm];
@@ -205,42 +207,74 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
         }
 
         if (device.takes(ikv)) {
-            device.move(ikv);
+            return device.move(ikv);
+        }
+
+        move_rows(k, data_k, kept[ikv], ggml_row_size(k->type, hparams.n_embd_head_k(il)));
+
+        llama_dge_check_move();
+
+        if (kv.v_trans) {
+            move_elements(v, data_v, kept[ikv], hparams.n_embd_head_v(il));
         } else {
-            move_rows(k, data_k, kept[ikv], ggml_row_size(k->type, hparams.n_embd_head_k(il)));
-
-            if (kv.v_trans) {
-                move_elements(v, data_v, kept[ikv], hparams.n_embd_head_v(il));
-            } else {
-                move_rows(v, data_v, kept[ikv], ggml_row_size(v->type, hparams.n_embd_head_v(il)));
-            }
+            move_rows(v, data_v, kept[ikv], ggml_row_size(v->type, hparams.n_embd_head_v(il)));
         }
 
-        if (!smaller.empty()) {
+        return true;
+    };
+
+    bool ok       = true;
+    bool ok_other = true; // rows of other sequences
+
+    for (size_t ikv = 0; ikv < kv.layers.size(); ++ikv) {
+        try {
+            ok = ok && move_layer(ikv);
+        } catch (const std::exception & err) {
+            LLAMA_LOG_ERROR("%s: layer %u: %s\n", __func__, kv.layers[ikv].il, err.what());
+            ok = false;
+        }
+
+        if (smaller.empty()) {
+            continue;
+        }
+
+        // also when the sequence is lost: all layers have cells of one number, and others have rows in them
+        try {
             copy_cells(smaller[ikv], ikv, n_cells);
-            swap_layer(ikv, smaller[ikv]);
+        } catch (const std::exception & err) {
+            LLAMA_LOG_ERROR("%s: layer %u: %s\n", __func__, kv.layers[ikv].il, err.what());
+            ok = ok_other = false;
         }
+        swap_layer(ikv, smaller[ikv]);
     }
 
-    // cells: past rows get ascending positions of their own (heads differ in what they hold), the others keep theirs
-    for (const uint32_t cell : cells) {
-        kv_cells.rm(cell);
-    }
+    if (ok) {
+        // past rows get ascending positions of their own (heads differ in what they hold), the others keep theirs
+        for (const uint32_t cell : cells) {
+            kv_cells.rm(cell);
+        }
 
-    for (size_t r = 0; r < n_keep; ++r) {
-        kv_cells.pos_set(dst[r], (llama_pos) (r < n_cap ? r : n_past + (r - n_cap)));
-        kv_cells.ext_set(dst[r], ext[r]);
-        kv_cells.seq_add(dst[r], seq_id);
-    }
+        for (size_t r = 0; r < n_keep; ++r) {
+            kv_cells.pos_set(dst[r], (llama_pos) (r < n_cap ? r : n_past + (r - n_cap)));
+            kv_cells.ext_set(dst[r], ext[r]);
+            kv_cells.seq_add(dst[r], seq_id);
+        }
 
-    // the search for free cells starts behind the rows that were moved, in the gap that the cut left
-    kv.v_heads[strm] = dst.empty() ? 0 : dst.back() + 1;
+        // the search for free cells starts behind the rows that were moved, in the gap that the cut left
+        kv.v_heads[strm] = dst.empty() ? 0 : dst.back() + 1;
+    } else {
+        lose(&lctx, ok_other ? seq_id : -1);
+    }
 
     if (!smaller.empty()) {
         resize_end(n_cells);
 
         // the graphs' buffers shrink with the cache
         request_reserve(lctx);
+    }
+
+    if (!ok) {
+        return LLAMA_DGE_ERR_LOST;
     }
 
     LLAMA_LOG_DEBUG("%s: rows of %zu of %zu layers gathered on a device\n", __func__, device.n_taken(), kept.size());

@@ -53,7 +53,8 @@ public:
 
     size_t n_taken() const;
 
-    void move(size_t i);
+    // false: the device failed, and what it has done is not known
+    bool move(size_t i);
 
 private:
     struct item {

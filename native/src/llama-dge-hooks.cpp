@@ -23,6 +23,7 @@ static bool llama_dge_is_cut(const llama_dge * dge, llama_seq_id seq_id) {
 static void llama_dge_forget(llama_dge * dge, llama_seq_id seq_id) {
     dge->reset_seq(seq_id);
     dge->capture_drop(seq_id, 0);
+    dge->lost.reset(seq_id);
 
     dge->seqs[seq_id].n_summed     = 0;
     dge->seqs[seq_id].n_restored   = 0;
@@ -32,6 +33,9 @@ static void llama_dge_forget(llama_dge * dge, llama_seq_id seq_id) {
 void llama_dge_on_clear(llama_dge * dge) {
     for (uint32_t s = 0; dge && s < dge->n_seq; ++s) {
         llama_dge_forget(dge, s);
+    }
+    if (dge) {
+        dge->lost.reset();
     }
 }
 
@@ -224,6 +228,10 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
             status = recall ? dge->refresh(*lctx, s) : dge->cut(*lctx, s);
         } catch (const std::bad_alloc &) {
             status = LLAMA_DGE_ERR_MEMORY;
+        } catch (const std::exception & err) {
+            // of a backend whose device failed before a row moved
+            LLAMA_LOG_ERROR("%s: seq %d: %s\n", __func__, s, err.what());
+            status = LLAMA_DGE_ERR_COMPUTE;
         }
 
         dge->expect_buffers(*lctx);
@@ -233,7 +241,7 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
 
         updated |= status == LLAMA_DGE_OK;
 
-        if (status == LLAMA_DGE_OK || status == LLAMA_DGE_ERR_ABORTED) {
+        if (status == LLAMA_DGE_OK || status == LLAMA_DGE_ERR_ABORTED || status == LLAMA_DGE_ERR_LOST) {
             continue;
         }
 
@@ -264,8 +272,8 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
         try {
             // a failure has been told; the batch will find no cells
             dge->grow(dge->cells_wanted());
-        } catch (const std::bad_alloc &) {
-            LLAMA_LOG_ERROR("%s: out of memory\n", __func__);
+        } catch (const std::exception & err) {
+            LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         }
     }
 

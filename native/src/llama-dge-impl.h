@@ -10,6 +10,7 @@
 #include "ggml-cpp.h"
 
 #include <array>
+#include <bitset>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,8 +18,12 @@
 // tells data that is damaged or another from that which is expected; not meant against anybody
 uint64_t llama_dge_hash(uint64_t hash, const void * data, size_t size);
 
-// fault injection, see llama_dge_debug_fail_alloc()
+// fault injection, see llama_dge_debug_fail_alloc() and llama_dge_debug_fail_move()
 bool llama_dge_alloc_fails();
+bool llama_dge_move_fails();
+
+// the same, as a backend tells that it cannot copy: throws std::runtime_error
+void llama_dge_check_move();
 
 // a choice among the parked rows, made here or by a thread
 struct llama_dge_choice;
@@ -138,6 +143,11 @@ struct llama_dge {
     // LoRA adapters in force and their scales
     static llama_dge_adapters get_adapters(const llama_context & lctx);
 
+    // the context's own, also while a batch is refused
+    static llama_memory_i * get_memory(const llama_context & lctx);
+
+    static void set_memory(llama_context & lctx, llama_memory_ptr memory);
+
     // nullptr if eviction can work on this context, else the reason
     static const char * unsupported(const llama_context & lctx);
 
@@ -256,9 +266,15 @@ struct llama_dge {
     void write_sums(size_t ikv, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
             const std::vector<float> & data, int32_t stride);
 
-    // ERR_MEMORY, ERR_PARK: nothing changed
+    // ERR_MEMORY, ERR_PARK: nothing changed; ERR_LOST: the sequence was lost
     int32_t compact(llama_context & lctx, llama_seq_id seq_id, const std::vector<uint32_t> & cells,
             const llama_dge_kept & kept, int32_t n_past);
+
+    // a device failed while rows moved: the sequence is emptied, or all are (-1), and no batch may go on with it
+    void lose(llama_context * lctx, llama_seq_id seq_id);
+
+    // the batch at hand fails if it goes on with a lost sequence; one that begins at position 0 is not lost any more
+    void refuse(llama_context & lctx);
 
     //
     // elastic memory
@@ -273,7 +289,7 @@ struct llama_dge {
     // tensors of a layer for caches of n_cells; without a `buf` one is allocated and zeroed. false: out of memory
     bool alloc_layer(size_t ikv, uint32_t n_cells, llama_dge_layer_mem & mem) const;
 
-    // other tensors of the same layer get what the first n_copy cells hold
+    // other tensors of the same layer get what the first n_copy cells hold; throws where a device cannot copy
     void copy_cells(const llama_dge_layer_mem & dst, size_t ikv, uint32_t n_copy) const;
 
     // layer by layer; resize_end() makes the number of cells fit what the tensors have
@@ -283,9 +299,10 @@ struct llama_dge {
     bool can_resize() const;
     void resize_end(uint32_t n_cells);
 
-    void shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_t> & spare);
+    // false: the device failed, and what the cells hold is lost
+    bool shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_t> & spare);
 
-    // all layers get n_cells, one after the other; false: out of memory, nothing changed
+    // all layers get n_cells, one after the other; false: out of memory, or a device failed, and nothing changed
     bool resize(uint32_t n_cells);
 
     // more cells, if n_rows of them are needed in a stream
@@ -348,7 +365,7 @@ struct llama_dge {
     // share of the last query's attention that the rows in the cache hold, estimated in a few layers
     int32_t held_mass(llama_dge_choice & choice, llama_seq_id seq_id, float & mass) const;
 
-    // what is put where: all or nothing
+    // what is put where; ERR_MEMORY: nothing changed, ERR_LOST: the sequence was lost
     int32_t place(llama_seq_id seq_id, std::vector<uint32_t> & slots, const std::vector<uint32_t> & tail,
             const llama_dge_kept & chosen, int32_t n_past);
 
@@ -424,6 +441,10 @@ struct llama_dge {
 
     llama_dge_adapters adapters; // of the last decode
     llama_context *    lctx = nullptr;
+
+    const llama_batch * batch = nullptr; // of the llama_decode() that goes on, nullptr in other calls
+
+    std::bitset<LLAMA_MAX_SEQ> lost; // sequences, those that eviction does not know included
 
     std::vector<llama_dge_choice_ptr>              choices; // [n_seq] those of threads
     std::vector<std::unique_ptr<llama_dge_scorer>> scorers; // not in use

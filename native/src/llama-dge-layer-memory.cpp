@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
 // buffers of one layer of an elastic cache: new ones, and cells from the old ones into them
 
@@ -107,6 +108,8 @@ static ggml_tensor llama_dge_first_cells(const ggml_tensor & t, uint32_t n) {
 void llama_dge::copy_cells(const llama_dge_layer_mem & dst, size_t ikv, uint32_t n_copy) const {
     const auto & layer = kv.layers[ikv];
 
+    llama_dge_check_move();
+
     const auto copy = [&](const ggml_tensor * from, ggml_tensor * to, const std::vector<ggml_tensor *> & from_streams,
                               const std::vector<ggml_tensor *> & to_streams, bool trans) {
         std::vector<uint8_t> data;
@@ -149,8 +152,10 @@ void llama_dge::copy_cells(const llama_dge_layer_mem & dst, size_t ikv, uint32_t
     }
 }
 
-void llama_dge::shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_t> & spare) {
+bool llama_dge::shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_t> & spare) {
     auto & layer = kv.layers[ikv];
+
+    bool ok = true;
 
     const auto keep = [&](const ggml_tensor * t, bool trans) {
         std::vector<uint8_t> data;
@@ -168,9 +173,14 @@ void llama_dge::shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_
 
     spare.clear();
 
-    keep(layer.k, false);
-    if (layer.v) {
-        keep(layer.v, kv.v_trans);
+    try {
+        keep(layer.k, false);
+        if (layer.v) {
+            keep(layer.v, kv.v_trans);
+        }
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: layer %u: %s\n", __func__, layer.il, err.what());
+        ok = false;
     }
 
     llama_dge_layer_mem mem;
@@ -178,10 +188,19 @@ void llama_dge::shrink_in_place(size_t ikv, uint32_t n_cells, std::vector<uint8_
     mem.buf = std::move(kv.ctxs_bufs[ikv].second);
     GGML_ASSERT(alloc_layer(ikv, n_cells, mem) && "smaller tensors fit into the buffer of larger ones");
 
-    ggml_backend_tensor_set(mem.k, spare.data(), 0, ggml_nbytes(mem.k));
-    if (mem.v) {
-        ggml_backend_tensor_set(mem.v, spare.data() + ggml_nbytes(mem.k), 0, ggml_nbytes(mem.v));
+    swap_layer(ikv, mem);
+
+    try {
+        if (ok) {
+            ggml_backend_tensor_set(layer.k, spare.data(), 0, ggml_nbytes(layer.k));
+        }
+        if (ok && layer.v) {
+            ggml_backend_tensor_set(layer.v, spare.data() + ggml_nbytes(layer.k), 0, ggml_nbytes(layer.v));
+        }
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: layer %u: %s\n", __func__, layer.il, err.what());
+        ok = false;
     }
 
-    swap_layer(ikv, mem);
+    return ok;
 }

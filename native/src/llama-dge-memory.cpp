@@ -24,9 +24,20 @@ static constexpr uint32_t LLAMA_DGE_CELLS_SPARE = 128; // room for an answer beh
 static thread_local bool llama_dge_elastic = false;
 
 static std::atomic<int32_t> llama_dge_fail_in { 0 };
+static std::atomic<int32_t> llama_dge_move_fail_in { 0 };
 
 bool llama_dge_alloc_fails() {
     return llama_dge_fail_in > 0 && --llama_dge_fail_in == 0;
+}
+
+bool llama_dge_move_fails() {
+    return llama_dge_move_fail_in > 0 && --llama_dge_move_fail_in == 0;
+}
+
+void llama_dge_check_move() {
+    if (llama_dge_move_fails()) {
+        throw std::runtime_error("a failure that a test asked for");
+    }
 }
 
 static uint32_t llama_dge_ladder(uint32_t n_rows, uint32_t n_max) {
@@ -66,6 +77,10 @@ int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max) {
 
 void llama_dge_debug_fail_alloc(int32_t n) {
     llama_dge_fail_in = n;
+}
+
+void llama_dge_debug_fail_move(int32_t n) {
+    llama_dge_move_fail_in = n;
 }
 
 //
@@ -118,6 +133,11 @@ void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
 
     dge->adapters = llama_dge::get_adapters(lctx);
     dge->lctx     = &lctx;
+    dge->batch    = &batch;
+
+    if (dge->lost.any()) {
+        dge->refuse(lctx);
+    }
 
     if (!dge->elastic) {
         return;
@@ -134,6 +154,8 @@ void llama_dge_on_state_cells(llama_dge * dge, uint32_t strm, llama_seq_id seq_i
     if (dge && dge->elastic) {
         // what was read of other streams is written when all is read, and then their tensors must be the same
         const bool all = seq_id < 0 && dge->kv.get_n_stream() > 1;
+
+        dge->batch = nullptr;
 
         // a failure shows as a state that does not fit
         dge->grow(all ? dge->n_cells_max : dge->cells_used(strm, seq_id) + n_cells);
@@ -268,6 +290,7 @@ bool llama_dge::resize(uint32_t n_cells) {
     resize_begin();
 
     size_t n_done = 0;
+    bool   copied = true;
 
     for (; n_done < kv.layers.size(); ++n_done) {
         llama_dge_layer_mem mem;
@@ -276,7 +299,13 @@ bool llama_dge::resize(uint32_t n_cells) {
             break;
         }
 
-        copy_cells(mem, n_done, n_copy);
+        try {
+            copy_cells(mem, n_done, n_copy);
+        } catch (const std::exception & err) {
+            LLAMA_LOG_ERROR("%s: layer %u: %s\n", __func__, kv.layers[n_done].il, err.what());
+            copied = false;
+            break;
+        }
         swap_layer(n_done, mem);
     }
 
@@ -285,10 +314,12 @@ bool llama_dge::resize(uint32_t n_cells) {
         return true;
     }
 
+    bool back = true;
+
     if (own_bufs) {
         // layers that have grown go back to the old size inside their new buffers: that takes no memory
         for (size_t i = 0; i < n_done; ++i) {
-            shrink_in_place(i, n_old, spare);
+            back = shrink_in_place(i, n_old, spare) && back;
         }
     } else {
         kv.layers = layers_old;
@@ -296,6 +327,13 @@ bool llama_dge::resize(uint32_t n_cells) {
     }
 
     rebuild = true;
+
+    if (!back) {
+        lose(lctx, -1);
+    }
+    if (!copied) {
+        return false;
+    }
 
     const double missing = (double) cell_bytes() * (n_cells - n_copy) / 1024 / 1024;
 

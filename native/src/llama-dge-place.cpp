@@ -1,9 +1,11 @@
 #include "llama-dge-impl.h"
 
 #include "llama-hparams.h"
+#include "llama-impl.h"
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 
 // Rows that a choice adds take the slots of those that it drops, so that only what changes is copied.
 
@@ -46,7 +48,7 @@ int32_t llama_dge::place(llama_seq_id seq_id, std::vector<uint32_t> & slots, con
         }
     }
 
-    // from here on nothing can fail: the new slots first, then the rows, then the cells
+    // from here on only a device can fail: the new slots first, then the rows, then the cells
     const size_t n_slots_old = slots.size();
 
     while (slots.size() < n_cap) {
@@ -54,7 +56,9 @@ int32_t llama_dge::place(llama_seq_id seq_id, std::vector<uint32_t> & slots, con
         spare.pop_back();
     }
 
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+    const auto move_layer = [&](size_t ikv) {
+        llama_dge_check_move();
+
         const auto &  rows = seq.parked->layers[ikv];
         const int32_t il   = layers[ikv].il;
 
@@ -120,6 +124,16 @@ int32_t llama_dge::place(llama_seq_id seq_id, std::vector<uint32_t> & slots, con
                 seq.n_moved++;
             }
         }
+    };
+
+    try {
+        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+            move_layer(ikv);
+        }
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        lose(lctx, seq_id);
+        return LLAMA_DGE_ERR_LOST;
     }
 
     for (size_t i = 0; i < n_leave; ++i) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <set>
 
 //
@@ -233,6 +234,8 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     // not worth its time
     seqs[seq_id].n_checked = kv.seq_pos_max(seq_id) + 1;
 
+    batch = nullptr;
+
     lctx.sched_reserve();
     lctx.memory_update(false);
 
@@ -278,18 +281,19 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     bool ok = true;
 
-    for (size_t i = 0; ok && i < parked->layers.size(); ++i) {
-        const auto & layer = parked->layers[i];
+    try {
+        for (size_t i = 0; ok && i < parked->layers.size(); ++i) {
+            if (parked->path.empty()) {
+                unpark_layer(parked->layers[i], i, seq_id, cells);
+            } else if ((ok = parked->file_read(i, buf, error))) {
+                unpark_layer(buf, i, seq_id, cells);
+            }
 
-        if (parked->path.empty()) {
-            unpark_layer(layer, i, seq_id, cells);
-            continue;
+            llama_dge_check_move();
         }
-
-        ok = parked->file_read(i, buf, error);
-        if (ok) {
-            unpark_layer(buf, i, seq_id, cells);
-        }
+    } catch (const std::exception & err) {
+        error = err.what();
+        ok    = false;
     }
 
     for (const uint32_t cell : own) {
@@ -318,10 +322,10 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     capture_drop(seq_id, n);
 
     if (!ok) {
-        LLAMA_LOG_ERROR("%s: seq %d is empty now: %s\n", __func__, seq_id,
+        LLAMA_LOG_ERROR("%s: %s\n", __func__,
                 error.empty() ? "the state of the layers that are not cut could not be read" : error.c_str());
-        lctx.get_memory()->seq_rm(seq_id, -1, -1);
-        return LLAMA_DGE_ERR_PARK;
+        lose(&lctx, seq_id);
+        return LLAMA_DGE_ERR_LOST;
     }
 
     // the sums are exact for all that was summed and for nothing less

@@ -11,7 +11,7 @@
 #include <algorithm>
 
 static llama_kv_cache_iswa * llama_dge_get_iswa(const llama_context & lctx) {
-    auto * memory = lctx.get_memory();
+    auto * memory = llama_dge::get_memory(lctx);
 
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
         return hybrid->get_mem_attn();
@@ -21,7 +21,7 @@ static llama_kv_cache_iswa * llama_dge_get_iswa(const llama_context & lctx) {
 }
 
 llama_kv_cache * llama_dge::get_kv(const llama_context & lctx) {
-    auto * memory = lctx.get_memory();
+    auto * memory = get_memory(lctx);
 
     if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
         return hybrid->get_mem_attn();
@@ -47,7 +47,7 @@ bool llama_dge::window_reaches(const llama_context & lctx, llama_seq_id seq_id, 
 }
 
 bool llama_dge::has_recurrent(const llama_context & lctx) {
-    auto * memory = lctx.get_memory();
+    auto * memory = get_memory(lctx);
 
     return dynamic_cast<llama_memory_hybrid *>(memory) || dynamic_cast<llama_memory_hybrid_iswa *>(memory);
 }
