@@ -68,8 +68,11 @@ class EvictingLlama(llama_cpp.Llama):
             tokens = before[start:] + list(tokens)
         try:
             super().eval(tokens)
-        except BaseException:
+        except BaseException as error:
+            lost = _native.is_lost(self.ctx, SEQ)
             self._dge_clear()  # some of the batch may be in the cache, and a cut may have been due in it
+            if lost and isinstance(error, RuntimeError):  # "llama_decode returned -2" explains nothing
+                raise _native.DGEError("llama_decode failed", _native.ERR_LOST) from error
             raise
         if start <= self._dge_text_end:
             self._dge_text_end = self.n_tokens

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 OK = 0
 NOTHING_TO_CUT = 1
 ERR_UNSUPPORTED = -2
+ERR_LOST = -13
 
 _POLICIES = {"snapkv": 0, "streamingllm": 1, "pyramidkv": 2, "h2o": 3}
 _POLICY_CUSTOM = 4
@@ -306,19 +307,19 @@ def seq_restore(ctx: int, seq: int, n_match: int) -> int:
 
 
 def seq_queries(ctx: int, seq: int) -> bytearray:
-    """Return the captured queries of a sequence, which its state does not hold; empty where there are none."""
+    """Return captured queries and sums of a sequence, which its state does not hold; empty where there are none."""
     data = bytearray(_seq_get_queries(ctx, seq, None, 0))
     if data:
         buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
         if _seq_get_queries(ctx, seq, buffer, len(data)) != len(data):
-            raise RuntimeError("the captured queries could not be copied")
+            raise RuntimeError("what was captured could not be copied")
     return data
 
 
 def seq_set_queries(ctx: int, seq: int, data: bytearray) -> None:
-    """Put captured queries back, of the rows that the sequence holds; raises DGEError."""
+    """Put captured queries and sums back, of the rows that the sequence holds; raises DGEError."""
     buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
-    _check("putting the captured queries back", _seq_set_queries(ctx, seq, buffer, len(data)))
+    _check("putting back what was captured", _seq_set_queries(ctx, seq, buffer, len(data)))
 
 
 @contextlib.contextmanager
@@ -346,6 +347,13 @@ def memory(ctx: int) -> DGEMemory:
     info = _MemoryInfo()
     _get_memory(ctx, ctypes.byref(info))
     return DGEMemory(**{name: getattr(info, name) for name, *_ in info._fields_})
+
+
+def is_lost(ctx: int, seq: int) -> bool:
+    """Return whether the library emptied a sequence because a device failed while its rows moved."""
+    info = _SeqInfo()
+    _check("reading the state of the cache", _get_seq_info(ctx, seq, ctypes.byref(info)))
+    return bool(info.error == ERR_LOST)
 
 
 def seq_stats(ctx: int, seq: int) -> DGEStats:

@@ -213,14 +213,19 @@ class Llama(EvictingLlama):
         RuntimeError
             Eviction is off, or the prompt has images.
         DGEError
-            The cut failed; the cache is as it was.
+            The cut failed; the cache is as it was, or with `status` -13 (a device failed) empty.
         """
         if not self._dge_on:
             raise RuntimeError("evict: eviction is off; pass dge=True to the constructor")
         if self._dge_text_end < self.n_tokens:
             raise RuntimeError("evict: a prompt with images or audio cannot be cut")
         with self._dge_turns.look():
-            return _native.seq_cut(self.ctx, SEQ)
+            try:
+                return _native.seq_cut(self.ctx, SEQ)
+            except _native.DGEError as error:
+                if error.status == _native.ERR_LOST:
+                    self._dge_clear()
+                raise
 
     # the stock methods that must know about a cut
 
@@ -237,7 +242,7 @@ class Llama(EvictingLlama):
         Raises
         ------
         RuntimeError
-            llama_decode failed. With eviction on, the cache is empty then.
+            llama_decode failed. With eviction on, the cache is empty then. A DGEError where a device failed in a cut.
         """
         if not self._dge_on:
             super().eval(tokens)

@@ -25,7 +25,7 @@ OK, NOTHING_TO_CUT = 0, 1
 ERR_PARAMS, ERR_UNSUPPORTED, ERR_DISABLED, ERR_SEQ, ERR_QUERIES = -1, -2, -3, -4, -5
 ERR_SHARED, ERR_CUT, ERR_MEMORY, ERR_COMPUTE, ERR_ABORTED = -6, -7, -8, -9, -10
 STATE_FULL, STATE_ARMED, STATE_CUT = 0, 1, 2
-ERR_CALLBACK, ERR_PARK = -11, -12
+ERR_CALLBACK, ERR_PARK, ERR_LOST = -11, -12, -13
 POLICIES = {"snapkv": 0, "streamingllm": 1, "pyramidkv": 2, "h2o": 3, "custom": 4}
 SCORES = {"draft": 0, "policy": 1, "both": 2}
 POOLINGS = {"none": 0, "max": 1, "avg": 2}
@@ -165,6 +165,7 @@ def dge_library() -> Any:
         "llama_dge_debug_poison": (i32, [ctx, ctypes.c_uint16]),
         "llama_dge_debug_seq_rm": (ctypes.c_bool, [ctx, i32, i32, i32]),
         "llama_dge_debug_fail_alloc": (None, [i32]),
+        "llama_dge_debug_fail_move": (None, [i32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)
