@@ -12,7 +12,7 @@ from llama_dge.eval.arms import parse_arm, parse_arms
 
 def test_full() -> None:
     arm = parse_arm("full")
-    assert arm.name == "full" and arm.config is None and not arm.own_prefill
+    assert arm.name == "full" and arm.config is None and not arm.sums
 
 
 def test_settings() -> None:
@@ -41,9 +41,9 @@ def test_equal_settings_have_one_name(text: str, same_as: str) -> None:
     assert parse_arm(arm.name) == arm
 
 
-def test_h2o_reads_the_prompt_itself() -> None:
-    assert parse_arm("h2o:scores=policy").own_prefill and parse_arm("h2o:scores=both").own_prefill
-    assert not parse_arm("h2o").own_prefill and not parse_arm("snapkv:scores=policy").own_prefill
+def test_h2o_needs_sums() -> None:
+    assert parse_arm("h2o:scores=policy").sums and parse_arm("h2o:scores=both").sums
+    assert not parse_arm("h2o").sums and not parse_arm("snapkv:scores=policy").sums
 
 
 def test_budgets() -> None:

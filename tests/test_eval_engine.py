@@ -32,7 +32,9 @@ ARMS = [
     "dge:k=2,refresh=auto,budget=32",
     "streamingllm:k=1,budget=32",
     "h2o:k=1,scores=policy,budget=32",
+    "h2o:k=4,scores=both,budget=48",
     "h2o:k=2,budget=32",
+    "h2o:k=2,refresh=4,budget=32",
     "pyramidkv:k=2,budget=48",
     "snapkv:head_budgets=adaptive,budget=32",
     "snapkv:window=20,budget=40",
@@ -72,10 +74,10 @@ def alone(zoo: Zoo, arm: Arm, parts: list[list[int]], forced: list[int], n: int)
 @pytest.mark.parametrize("shared", [0, 250], ids=["", "shared document"])
 def test_as_separate_runs(zoo: Zoo, shared: int) -> None:
     llm = load(zoo)
-    arms = parse_arms(ARMS if not shared else ARMS[:7:2])
+    arms = parse_arms(ARMS if not shared else [*ARMS[:7:2], *(arm for arm in ARMS if arm.startswith("h2o:"))])
     engine = Engine(llm, keep_logits=True)
     if shared:  # what another prompt left must not matter
-        list(engine.run([*prompt_of(llm), 5, 6, 7], arms[:4], max_tokens=4, shared=shared))
+        list(engine.run([*prompt_of(llm), 5, 6, 7], arms, max_tokens=4, shared=shared))
     prompt = prompt_of(llm, "Who?")
     results = list(engine.run(prompt, arms, max_tokens=N_NEW, shared=shared))
     assert [result.arm for result in results] == arms
@@ -86,8 +88,6 @@ def test_as_separate_runs(zoo: Zoo, shared: int) -> None:
     for result in results:
         tail = max([TAIL, *(arm.config.window for arm in arms if arm.config is not None)])
         parts = [prompt[:shared], prompt[shared:-tail], prompt[-tail:]] if shared else [prompt[:-tail], prompt[-tail:]]
-        if result.arm.own_prefill:
-            parts = [prompt]
         answer, _ = alone(zoo, result.arm, parts, [], N_NEW)
         end = next((i + 1 for i, token in enumerate(answer) if token in eog), N_NEW)
         assert result.tokens == answer[:end], result.arm.name
@@ -115,6 +115,23 @@ def test_answers_longer_than_what_is_compared(zoo: Zoo) -> None:
     short = list(Engine(llm).run(prompt, arms, max_tokens=N_NEW, kl_tokens=5))
     for a, b in zip(long, short):
         assert b.tokens == a.tokens and b.kl == a.kl[:5]
+
+
+@pytest.mark.parametrize("shared", [0, 250], ids=["", "shared document"])
+def test_what_is_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, shared: int) -> None:
+    """A prompt once for all arms, and once more for those of h2o that sum attention; what prompts share likewise."""
+    llm = load(zoo)
+    engine = Engine(llm)
+    read: list[int] = []
+    decode = Engine._decode
+    monkeypatch.setattr(Engine, "_decode", lambda self, tokens: (read.append(len(tokens)), decode(self, tokens))[1])
+    arms = parse_arms(["full", "dge:k=2", "h2o:k=1,scores=policy", "h2o:k=3,scores=both"], [32, 48, 64])
+    prompts = [prompt_of(llm, question) for question in ("Who?", "When?")]
+    for prompt, n_shared in zip(prompts, (0, shared)):
+        read.clear()
+        results = list(engine.run(prompt, arms, max_tokens=4, shared=shared))
+        assert len(results) == 10 and all(result.cut for result in results[1:])
+        assert sum(n for n in read if n > 1) == 2 * (len(prompt) - n_shared)
 
 
 def test_what_is_not_cut(zoo: Zoo) -> None:

@@ -25,8 +25,8 @@ class Arm:
     config: DGEConfig | None
 
     @property
-    def own_prefill(self) -> bool:
-        """Whether the arm looks at attention of the whole prompt, so that it must read all of it itself."""
+    def sums(self) -> bool:
+        """Whether the arm needs the attention of the whole prompt, which is summed while the prompt is read."""
         return self.config is not None and self.config.policy == "h2o" and self.config.scores != "draft"
 
 

@@ -1,4 +1,4 @@
-"""Runs the arms of a prompt on one context: the prompt is read once, each arm goes on from the same full cache."""
+"""Runs the arms of a prompt on one context: they go on from the same full cache, for which the prompt is read once."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ArmResult:
     `kl[t]` and `same[t]` compare the distribution that follows t tokens of the full cache's answer with the full
     cache's own; they are 0 up to `n_before_cut`, those after it come from what the cut left.
     Seconds are wall-clock time, `cpu_seconds` that of the process for the whole arm. `prefill_seconds` is the time in
-    which the prompt and the draft came to be in the cache, for most arms as a copy. `decode_seconds` holds the
-    `n_decoded` steps after the cut, refreshes included.
+    which the prompt and the draft came to be in the cache, for all arms but the full cache as a copy. `decode_seconds`
+    holds the `n_decoded` steps after the cut, refreshes included.
     """
 
     arm: Arm
@@ -62,15 +62,23 @@ class ArmResult:
 
 
 @dataclass
+class _Saved:
+    """What a sequence holds, and the queries and sums that were captured of it."""
+
+    state: Any
+    captured: bytearray
+
+
+@dataclass
 class _Full:
     """The full cache's answer, and the distributions along its first tokens.
 
-    `drafts[n]`: the state of the prompt and the first n tokens of the answer, and the queries captured until then.
+    `drafts[sums, n]`: the cache after the prompt and the first n tokens of the answer, with sums or without.
     """
 
     tokens: list[int]
     logits: list[Logits]
-    drafts: dict[int, tuple[Any, bytearray]]
+    drafts: dict[tuple[bool, int], _Saved]
 
 
 def _between(config: DGEConfig) -> int:
@@ -78,14 +86,20 @@ def _between(config: DGEConfig) -> int:
     return 8 if isinstance(config.refresh, str) else config.refresh
 
 
-def _capturing(configs: Sequence[DGEConfig]) -> DGEConfig | None:
-    """Return settings that capture all queries that the given ones need."""
+def _capturing(arms: Sequence[Arm], sums: bool) -> DGEConfig | None:
+    """Return settings that capture all that those of the arms need which need sums, or of the others."""
+    configs = [arm.config for arm in arms if arm.config is not None and arm.sums == sums]
     if not configs:
         return None
     window = max(config.window for config in configs)
-    k = max(config.draft_tokens for config in configs)
     return DGEConfig(
-        scores="both", window=window, budget=window + 1, draft_tokens=k, new_turn="reprefill", elastic=False
+        policy="h2o" if sums else "snapkv",
+        scores="both",
+        window=window,
+        budget=window + 1,
+        draft_tokens=max(config.draft_tokens for config in configs),
+        new_turn="reprefill",
+        elastic=False,
     )
 
 
@@ -107,7 +121,8 @@ class Engine:
         self._n_tail = n_tail
         self._keep_logits = keep_logits
         self._vocab = llama_cpp.llama_model_get_vocab(llm.model)
-        self._document: tuple[list[int], Any] | None = None
+        # the first tokens of the latest prompts, without sums and with them
+        self._documents: dict[bool, tuple[list[int], _Saved]] = {}
         llm.reset()
 
     @property
@@ -148,22 +163,30 @@ class Engine:
             An arm was not cut as its settings say.
         """
         prompt = list(prompt)
-        configs = [arm.config for arm in arms if arm.config is not None]
-        n_tail = max([self._n_tail, *(config.window for config in configs)])
+        n_tail = max([self._n_tail, *(arm.config.window for arm in arms if arm.config is not None)])
         n_head = max(0, len(prompt) - n_tail)
-        start = time.perf_counter()
-        self._begin(_capturing(configs))
-        self._read_head(prompt[:n_head], min(shared, n_head))
-        self._decode(prompt[n_head:])
-        prefill_seconds = time.perf_counter() - start
+        shared = min(shared, n_head)
 
         # drafts come from the full cache, so that each is a beginning of its answer; the step that decodes a draft's
         # last token is the one that cuts
-        drafts = {arm.config.draft_tokens - 1 for arm in arms if arm.config is not None and not arm.own_prefill}
-        result, full = self._run_full(drafts, max_tokens, kl_tokens, stop)
+        drafts: dict[bool, set[int]] = {False: set(), True: set()}
+        for arm in arms:
+            if arm.config is not None:
+                drafts[arm.sums].add(arm.config.draft_tokens - 1)
+
+        start = time.perf_counter()
+        self._begin(_capturing(arms, sums=False))
+        self._read(prompt, n_head, shared, sums=False)
+        prefill_seconds = time.perf_counter() - start
+        result, full = self._run_full(drafts[False], max_tokens, kl_tokens, stop)
         result.prefill_seconds = prefill_seconds
         if any(arm.name == FULL for arm in arms):
             yield result
+        if drafts[True]:
+            # apart from the others: sums slow the full cache down, whose speed is a result
+            self._begin(_capturing(arms, sums=True))
+            self._read(prompt, n_head, shared, sums=True)
+            self._keep_drafts(full, drafts[True])
         for arm in arms:
             if arm.config is not None:
                 yield self._run_arm(arm, prompt, full, max_tokens, stop)
@@ -181,7 +204,7 @@ class Engine:
         cpu, start = time.process_time(), time.perf_counter()
         while True:
             if len(tokens) in drafts:
-                self._keep(full, len(tokens))
+                full.drafts[False, len(tokens)] = self._save()
             logits = self._logits()
             if len(tokens) < kl_tokens:
                 compared.append(logits)
@@ -192,7 +215,7 @@ class Engine:
             self._decode(tokens[-1:])
         seconds = time.perf_counter() - start
         if max(drafts, default=0) > len(tokens) - 1:
-            self._keep(full, len(tokens) - 1)
+            full.drafts[False, len(tokens) - 1] = self._save()
         n_rows = self._n_rows()
         result = ArmResult(
             arm=Arm(FULL, None),
@@ -214,20 +237,20 @@ class Engine:
         )
         return result, full
 
-    def _keep(self, full: _Full, n: int) -> None:
-        full.drafts[n] = self._save(), _native.seq_queries(self._ctx, _SEQ)
+    def _keep_drafts(self, full: _Full, drafts: set[int]) -> None:
+        """Decode the beginning of the answer, with sums, and keep what the cache is after so many tokens."""
+        last = len(full.tokens) - 1
+        drafts = {min(n, last) for n in drafts}
+        for n in range(max(drafts) + 1):
+            if n > 0:
+                self._decode(full.tokens[n - 1 : n])
+            if n in drafts:
+                full.drafts[True, n] = self._save()
 
     def _draft(self, arm: Arm, prompt: list[int], full: _Full, n: int) -> bool:
         """Make the cache that of the prompt and n tokens of the answer, armed. Returns whether a cut will follow."""
         self._begin(arm.config)
-        if arm.own_prefill:
-            self._decode(prompt)
-            for token in full.tokens[:n]:
-                self._decode([token])
-        else:
-            state, queries = full.drafts[n]
-            self._load(state)
-            _native.seq_set_queries(self._ctx, _SEQ, queries)
+        self._load(full.drafts[arm.sums, n])
         return self._arm(len(prompt))
 
     def _run_arm(self, arm: Arm, prompt: list[int], full: _Full, max_tokens: int, stop: Stop | None) -> ArmResult:
@@ -367,17 +390,20 @@ class Engine:
         if config is not None and not self._llm.dge_enabled:
             raise EvalError("this model cannot be cut")
 
-    def _read_head(self, tokens: list[int], shared: int) -> None:
+    def _read(self, prompt: list[int], n_head: int, shared: int, sums: bool) -> None:
+        """Evaluate a prompt: what it shares with others, the rest of its head, its tail."""
         n = 0
-        if self._document is not None and self._document[0] == tokens[: len(self._document[0])]:
-            n = len(self._document[0])
-            self._load(self._document[1])
+        document = self._documents.get(sums)
+        if document is not None and document[0] == prompt[: min(len(document[0]), n_head)]:
+            n = len(document[0])
+            self._load(document[1])
         elif shared:
-            self._document = None
-            self._decode(tokens[:shared])
-            self._document = (tokens[:shared], self._save())
+            self._documents.pop(sums, None)
+            self._decode(prompt[:shared])
+            self._documents[sums] = prompt[:shared], self._save()
             n = shared
-        self._decode(tokens[n:])
+        self._decode(prompt[n:n_head])
+        self._decode(prompt[n_head:])
 
     def _decode(self, tokens: Sequence[int]) -> None:
         for i in range(0, len(tokens), self._llm.n_batch):
@@ -392,16 +418,20 @@ class Engine:
         copy: Logits = np.ctypeslib.as_array(pointer, (self._llm.n_vocab(),)).copy()
         return copy
 
-    def _save(self) -> Any:
+    def _save(self) -> _Saved:
         size = llama_cpp.llama_state_seq_get_size(self._ctx, _SEQ)
         buffer = (ctypes.c_uint8 * size)()
         if llama_cpp.llama_state_seq_get_data(self._ctx, buffer, size, _SEQ) != size:
             raise EvalError("the state of the prompt could not be copied")
-        return buffer
+        return _Saved(buffer, _native.seq_queries(self._ctx, _SEQ))
 
-    def _load(self, state: Any) -> None:
+    def _load(self, saved: _Saved) -> None:
+        state = saved.state
         if llama_cpp.llama_state_seq_set_data(self._ctx, state, len(state), _SEQ) != len(state):
             raise EvalError("the state of the prompt could not be put back")
+        # the full cache alone captures nothing and has no place for it
+        if saved.captured and self._llm.dge_enabled:
+            _native.seq_set_queries(self._ctx, _SEQ, saved.captured)
 
     def _n_rows(self) -> int:
         return int(llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self._ctx), _SEQ)) + 1
@@ -424,6 +454,6 @@ class Engine:
 
     def close(self) -> None:
         """Empty the cache and switch eviction off, so that the model can be used again."""
-        self._document = None
+        self._documents.clear()
         with contextlib.suppress(RuntimeError):
             self._begin(None)
