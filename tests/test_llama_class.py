@@ -18,13 +18,14 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from llama_dge import DGEConfig, Llama
 from reference.driver import dge_library
 from reference.forward import Reference
+from reference.instances import CUT, assert_cut, greedy
 from reference.models import N_SPECIAL, token_of
 from reference.scenario import tokens_of
 
 if TYPE_CHECKING:
     from conftest import Zoo
 
-SETTINGS = {"budget": 32, "draft_tokens": 3}
+SETTINGS = CUT
 PROMPT = tokens_of(150, 0)
 
 LlamaFactory = Callable[..., Any]
@@ -50,31 +51,9 @@ def new_llm(zoo: Zoo) -> Iterator[LlamaFactory]:
         llm.close()
 
 
-def greedy(llm: Any, prompt: list[int], n: int, **settings: Any) -> list[int]:
-    return list(islice(llm.generate(prompt, temp=0.0, **settings), n))
-
-
 def text_of(llm: Any, prompt: Any, n: int, **settings: Any) -> str:
     text: str = llm.create_completion(prompt, max_tokens=n, temperature=0.0, **settings)["choices"][0]["text"]
     return text
-
-
-def assert_cut(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] = SETTINGS, n_cuts: int = 1) -> None:
-    """The cache was cut and holds what it should after n_tokens tokens of the answer were drawn."""
-    stats = llm.dge_stats
-    assert stats is not None
-    n_draft = dge["draft_tokens"] - 1
-    assert stats.state == "cut" and stats.error is None and stats.n_cuts == n_cuts
-    assert (stats.n_prompt, stats.n_draft, stats.boundary) == (n_prompt, n_draft, n_prompt - 1)
-    assert (stats.rows_before, stats.rows_after) == (n_prompt + n_draft, dge["budget"] + n_draft)
-    assert stats.rows_before > stats.rows_after
-    # the last token that was drawn is not evaluated yet
-    assert llm.n_tokens == n_prompt + n_tokens - 1
-    assert stats.rows == dge["budget"] + n_tokens - 1
-    assert stats.bytes_after < stats.bytes_before and stats.seconds >= 0
-    for layer in llm.dge_layers:
-        for head in range(2):
-            assert len(llm.dge_kept(layer, head)) == stats.rows_after
 
 
 def assert_follows_reference(zoo: Zoo, llm: Any, prompt: list[int], answer: list[int], model: str = "g2") -> None:
@@ -473,190 +452,6 @@ def test_stock_class_on_a_cut_cache(new_llm: LlamaFactory) -> None:
     assert lib.llama_dge_seq_cut(stock.ctx, 0) == 0
     for prompt in (PROMPT, [*PROMPT[:100], *tokens_of(40, 7)]):
         assert greedy(stock, prompt, 20) == greedy(fresh, prompt, 20)
-
-
-# later turns
-
-
-def second_turn(answer: list[int]) -> list[int]:
-    return [*PROMPT, *answer, *tokens_of(20, 11)]
-
-
-def test_new_turn_reprefill_equals_a_fresh_instance(new_llm: LlamaFactory) -> None:
-    dge = {**SETTINGS, "new_turn": "reprefill"}
-    llm = new_llm(dge)
-    prompt = second_turn(greedy(llm, PROMPT, 25))
-    assert greedy(llm, prompt, 30) == greedy(new_llm(dge), prompt, 30)
-    assert_cut(llm, len(prompt), 30, dge, n_cuts=2)
-
-
-def counted_evals(llm: Any) -> list[int]:
-    """Sizes of the batches that the instance decodes from now on."""
-    sizes: list[int] = []
-    decode = llm._ctx.decode
-
-    def counting(batch: Any) -> None:
-        sizes.append(batch.batch.n_tokens)
-        decode(batch)
-
-    llm._ctx.decode = counting
-    return sizes
-
-
-def test_new_turn_append_goes_on_with_the_cut_cache(zoo: Zoo, new_llm: LlamaFactory) -> None:
-    dge = {**SETTINGS, "new_turn": "append"}
-    llm = new_llm(dge)
-    first = greedy(llm, PROMPT, 25)
-    prompt = second_turn(first)
-    sizes = counted_evals(llm)
-    second = greedy(llm, prompt, 30)
-    assert sizes[0] == 21 and sum(sizes) == 21 + 29  # the last token of the answer, the new text, the new answer
-    stats = llm.dge_stats
-    assert stats.state == "cut" and stats.n_cuts == 1 and stats.n_prompt == 150
-    assert stats.rows == 32 + 25 + 20 + 29
-
-    reference = Reference(zoo["g2"].weights, "f16", "f16")
-    reference.run([*PROMPT, *first[:2]])
-    reference.mask_all_but([[llm.dge_kept(layer, head) for head in range(2)] for layer in llm.dge_layers])
-    for token in first[2:24]:
-        reference.step([token])
-    row = reference.run(prompt[174:])[-1]
-    for token in second:
-        assert row[token] >= row.max() - 1e-2
-        row = reference.step([token])[0]
-
-
-@pytest.mark.parametrize("new_turn", ["append", "reprefill"])
-@pytest.mark.parametrize("n_same", [0, 1, 100, 149])
-def test_prompt_that_parts_below_the_boundary(new_llm: LlamaFactory, new_turn: str, n_same: int) -> None:
-    """Nothing of a cut cache may be reused: everything is evaluated again."""
-    dge = {**SETTINGS, "new_turn": new_turn}
-    llm = new_llm(dge)
-    greedy(llm, PROMPT, 25)
-    other = [*PROMPT[:n_same], *(t % 250 + 4 for t in tokens_of(60, 12))]
-    sizes = counted_evals(llm)
-    assert greedy(llm, other, 30) == greedy(new_llm(dge), other, 30)
-    assert sizes[0] == len(other)
-    assert_cut(llm, len(other), 30, dge, n_cuts=2)
-
-
-@pytest.mark.parametrize("new_turn", ["append", "reprefill"])
-def test_prompt_that_parts_in_the_answer(new_llm: LlamaFactory, new_turn: str) -> None:
-    """Editing the answer: append removes rows above the boundary, reprefill starts over."""
-    dge = {**SETTINGS, "new_turn": new_turn}
-    llm = new_llm(dge)
-    answer = greedy(llm, PROMPT, 25)
-    other = [*PROMPT, *answer[:10], 3 + (answer[10] + 1) % 200, *tokens_of(10, 13)]
-    sizes = counted_evals(llm)
-    got = greedy(llm, other, 30)
-    if new_turn == "reprefill":
-        assert got == greedy(new_llm(dge), other, 30) and sizes[0] == len(other)
-        assert_cut(llm, len(other), 30, dge, n_cuts=2)
-    else:
-        assert sizes[0] == 11 and llm.dge_stats.n_cuts == 1
-        assert llm.dge_stats.rows == 32 + 10 + 11 + 29
-
-
-def test_shorter_prompt_after_a_cut(new_llm: LlamaFactory) -> None:
-    for new_turn in ("append", "reprefill"):
-        dge = {**SETTINGS, "new_turn": new_turn}
-        llm = new_llm(dge)
-        for n in (150, 149, 60, 20, 1, 150):
-            assert greedy(llm, PROMPT[:n], 12) == greedy(new_llm(dge), PROMPT[:n], 12), (new_turn, n)
-            assert llm.dge_stats.state == ("cut" if n > 32 else "full")
-
-
-# interruptions
-
-
-def test_reset(new_llm: LlamaFactory) -> None:
-    llm = new_llm(SETTINGS)
-    want = greedy(llm, PROMPT, 20)
-    llm.reset()
-    assert llm.n_tokens == 0 and llm.dge_stats is None
-    assert greedy(llm, PROMPT[:20], 40) == greedy(new_llm(), PROMPT[:20], 40)
-    llm.reset()
-    assert greedy(llm, PROMPT, 20) == want
-    # without reset=True the prompt goes behind what is there
-    llm.reset()
-    llm.eval(PROMPT[:70])
-    assert greedy(llm, PROMPT[70:], 20, reset=False) == want
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("after", [1, 2, 3, 4, 10])
-def test_interrupted_between_tokens(new_llm: LlamaFactory, error: type[BaseException], after: int) -> None:
-    llm = new_llm(SETTINGS)
-    want = {n: greedy(new_llm(SETTINGS), tokens_of(n, 9), 20) for n in (120, 150)}
-    drawn = [0]
-
-    def stop(_tokens: Any, _logits: Any) -> bool:
-        drawn[0] += 1
-        if drawn[0] == after:
-            raise error("enough")
-        return False
-
-    with pytest.raises(error):
-        greedy(llm, PROMPT, 30, stopping_criteria=llama_cpp.StoppingCriteriaList([stop]))
-    for n in (120, 150):
-        assert greedy(llm, tokens_of(n, 9), 20) == want[n]
-    assert greedy(llm, PROMPT, 20) == greedy(new_llm(SETTINGS), PROMPT, 20)
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5, 10])
-def test_failed_decode(new_llm: LlamaFactory, at: int) -> None:
-    """An error or an interrupt in any decode: of the prompt's two batches, of the draft, in the cut, after it."""
-    llm = new_llm(SETTINGS, n_batch=100)
-    want = greedy(new_llm(SETTINGS, n_batch=100), PROMPT, 20)
-    decode, n_decodes = llm._ctx.decode, [0]
-
-    def failing(batch: Any) -> None:
-        n_decodes[0] += 1
-        if n_decodes[0] == at + 1:
-            raise KeyboardInterrupt
-        decode(batch)
-
-    llm._ctx.decode = failing
-    with pytest.raises(KeyboardInterrupt):
-        greedy(llm, PROMPT, 20)
-    llm._ctx.decode = decode
-    assert llm.dge_stats is None
-    assert greedy(llm, PROMPT, 20) == want
-    assert_cut(llm, 150, 20, n_cuts=2 if at > 4 else 1)  # the first cut is made in decode 4
-
-
-@pytest.mark.parametrize("at", [0, 3, 4, 8])
-def test_aborted_decode(new_llm: LlamaFactory, at: int) -> None:
-    """The library's own abort callback stops a decode, the cut in front of it included."""
-    llm = new_llm(SETTINGS)
-    want = greedy(new_llm(SETTINGS), PROMPT, 20)
-    answer = llm.generate(PROMPT, temp=0.0)
-    for _ in range(at):
-        next(answer)
-    stop = llama_cpp.llama_cpp.ggml_abort_callback(lambda _: True)
-    llama_cpp.llama_set_abort_callback(llm.ctx, stop, None)
-    with pytest.raises(RuntimeError):
-        next(answer)
-    go_on = llama_cpp.llama_cpp.ggml_abort_callback(0)
-    llama_cpp.llama_set_abort_callback(llm.ctx, go_on, None)
-    assert greedy(llm, PROMPT, 20) == want
-    assert llm.dge_stats.state == "cut"
-
-
-def test_generator_left_unfinished(new_llm: LlamaFactory) -> None:
-    llm = new_llm(SETTINGS)
-    want = greedy(new_llm(SETTINGS), PROMPT, 20)
-    for n in (1, 2, 3, 4, 5):
-        left = llm.generate(tokens_of(130, n), temp=0.0)
-        for _ in range(n):
-            next(left)
-        left.close()
-        assert greedy(llm, PROMPT, 20) == want
-    stream = llm.create_completion(tokens_of(130, 6), max_tokens=30, temperature=0.0, stream=True)
-    next(stream)
-    next(stream)
-    del stream
-    assert greedy(llm, PROMPT, 20) == want
 
 
 # refusals

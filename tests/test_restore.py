@@ -5,10 +5,7 @@ Each case runs a session that is cut and restored and one of the same tokens, in
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,67 +14,26 @@ import pytest
 
 from reference import driver
 from reference.covering import covering_set
-from reference.driver import Context
-from reference.forward import nmse
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.parked import (
+    ANSWER,
+    DGE,
+    FIRST,
+    N_CUT,
+    N_PROMPT,
+    QUESTION,
+    close,
+    cut_session,
+    parked,
+    same_from_now_on,
+    uncut_session,
+)
+from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
 
-N_PROMPT, N_DRAFT = 131, 2
-N_CUT = N_PROMPT + N_DRAFT  # rows that are parked
-FIRST = tokens_of(N_CUT + 9, 0)
-QUESTION = tokens_of(57, 1)
-ANSWER = tokens_of(14, 2)
-DGE: dict[str, Any] = {"budget": 40, "draft_tokens": N_DRAFT + 1, "scores": "both", "park": "ram"}
 PARKS = pytest.mark.parametrize("park", ["ram", "disk"])
 UNIFIED = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
-
-
-def parked(folder: Path, park: str = "disk", **settings: Any) -> dict[str, Any]:
-    """Settings with a place to park."""
-    place: dict[str, Any] = {"park": park, "park_dir": folder} if park == "disk" else {"park": park}
-    return {**DGE, **settings, **place}
-
-
-def cut_session(context: Context, seq: int = 0, tokens: list[int] = FIRST) -> driver.Logits:
-    """A prompt, a draft, a cut and an answer."""
-    prefill_and_arm(context, tokens[:N_PROMPT], seq)
-    decode_each(context, tokens[N_PROMPT:N_CUT], seq)
-    assert context.info(seq)["state"] == driver.STATE_ARMED
-    logits = decode_each(context, tokens[N_CUT:], seq)
-    info = context.info(seq)
-    assert info["state"] == driver.STATE_CUT, context.status(info["error"])
-    assert info["n_rows_before"] == info["n_parked"] == N_CUT > info["n_rows_after"]
-    return logits
-
-
-def uncut_session(context: Context, n: int, seq: int = 0, tokens: list[int] = FIRST) -> None:
-    """The same up to the cut without one, and back to n rows."""
-    context.decode(tokens[:N_PROMPT], seq=seq, every=False)
-    decode_each(context, tokens[N_PROMPT:N_CUT], seq)
-    if n < N_CUT:
-        assert context.seq_rm(seq, n, -1)
-
-
-def close(got: driver.Logits, want: driver.Logits) -> bool:
-    """The same rows in other cells: equal up to the order of sums, of which rounding to f16 makes more."""
-    return nmse(got, want) < 1e-6
-
-
-def same_from_now_on(context: Context, twin: Context, tokens: list[int], cut: bool, seq: int = 0) -> None:
-    """Both evaluate a prompt's rest and an answer, with a cut in between; all of it is bit for bit the same."""
-    n_prompt = context.pos_max(seq) + 1 + len(tokens)
-    assert np.array_equal(context.decode(tokens, seq=seq), twin.decode(tokens, seq=seq))
-    if cut:
-        assert context.arm(n_prompt, seq) == twin.arm(n_prompt, seq) == driver.OK
-    assert np.array_equal(decode_each(context, ANSWER, seq), decode_each(twin, ANSWER, seq))
-    for each in (context, twin) if cut else ():
-        assert each.info(seq)["state"] == driver.STATE_CUT, each.status(each.info(seq)["error"])
-        assert each.info(seq)["n_rows_before"] == n_prompt + N_DRAFT
-    if cut:
-        assert as_lists(context.kept(seq)) == as_lists(twin.kept(seq))
-        assert context.info(seq)["n_parked"] == n_prompt + N_DRAFT
 
 
 # equal to a cache that was never cut
@@ -330,112 +286,6 @@ def test_shift_that_is_not_made_yet(new_context: ContextFactory) -> None:
     assert close(got, want)
 
 
-# what a store is worth, and when it goes
-
-
-@PARKS
-def test_limit(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
-    """A cut that would park more than allowed is refused; the full cache goes on."""
-    context = new_context("g2", dge=parked(tmp_path, park))
-    cut_session(context)
-    size = context.info()["bytes_parked"]
-    # K and V of all rows in f16, and a little for each row
-    assert 0 <= size - N_CUT * 3 * 2 * 128 * 2 <= 64 * N_CUT
-    assert context.memory_info()["parked"] == size
-    context.clear()
-    context.enable(**parked(tmp_path, park, park_limit=size))
-    cut_session(context)
-    context.clear()
-    context.enable(**parked(tmp_path, park, park_limit=size - 1))
-    prefill_and_arm(context, FIRST[:N_PROMPT])
-    plain = new_context("g2")
-    uncut_session(plain, N_CUT)
-    decode_each(context, FIRST[N_PROMPT:N_CUT])
-    with driver.captured_log() as log:
-        assert np.array_equal(decode_each(context, ANSWER), decode_each(plain, ANSWER))
-    info = context.info()
-    assert (info["state"], info["error"], info["n_rows"]) == (driver.STATE_FULL, driver.ERR_PARK, N_CUT + len(ANSWER))
-    assert "above the limit" in "".join(log)
-    assert not list(tmp_path.iterdir())
-    # a cut by hand tells it at once
-    context.enable(**parked(tmp_path, park, park_limit=9))
-    context.clear()
-    context.decode(FIRST[:N_PROMPT])
-    assert context.cut() == driver.ERR_PARK
-    assert context.restore(5) == 0
-
-
-def test_limit_is_of_all_sequences(new_context: ContextFactory) -> None:
-    context = new_context("g2", n_seq_max=3, dge=DGE)
-    cut_session(context)
-    context.enable(**{**DGE, "park_limit": 2 * context.info()["bytes_parked"]})
-    cut_session(context, 1)
-    prefill_and_arm(context, FIRST[:N_PROMPT], 2)
-    decode_each(context, FIRST[N_PROMPT:], 2)
-    assert context.info(2)["error"] == driver.ERR_PARK and context.info(2)["state"] == driver.STATE_FULL
-    # what is restored makes room
-    assert context.restore(N_CUT, 0) == N_CUT
-    assert context.seq_rm(2, -1, -1)
-    cut_session(context, 2)
-
-
-def test_files_go(new_context: ContextFactory, tmp_path: Path) -> None:
-    """There is a file as long as a sequence could be restored from it, and no longer."""
-
-    def n_files() -> int:
-        return len(list(tmp_path.iterdir()))
-
-    context = new_context("g2", n_seq_max=2, dge=parked(tmp_path))
-    cut_session(context)
-    assert n_files() == 1
-    cut_session(context, 1)
-    assert n_files() == 2
-    assert context.seq_rm(1, -1, -1)
-    assert n_files() == 1
-    context.clear()
-    assert n_files() == 0
-    assert context.disable() == driver.OK
-    context.enable(**parked(tmp_path))
-    cut_session(context)
-    # settings without parking leave what is parked alone
-    context.enable(**{**DGE, "park": "off"})
-    assert n_files() == 1 and context.info()["n_parked"] == N_CUT
-    assert context.restore(N_CUT) == N_CUT
-    assert n_files() == 0
-    context.clear()
-    context.enable(**parked(tmp_path))
-    cut_session(context)
-    state = context.seq_state()
-    # a state does not hold what is parked
-    assert context.seq_state_load(state) == len(state)
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_parked"] == 0
-    assert n_files() == 0 and context.restore(10) == 0
-    context.clear()
-    cut_session(context)
-    context.seq_cp(0, 1)
-    context.seq_keep(1)
-    assert n_files() == 1 and context.restore(N_CUT, 1) == N_CUT and n_files() == 0
-    assert context.seq_rm(1, -1, -1)
-    cut_session(context)
-    context.close()
-    assert n_files() == 0
-
-
-def test_another_file_is_never_written_to(new_context: ContextFactory, tmp_path: Path) -> None:
-    """Files of two contexts lie in one folder, beside those of others."""
-    one, two = (new_context("g2", dge=parked(tmp_path)) for _ in range(2))
-    cut_session(one)
-    name = next(tmp_path.iterdir()).name
-    stem, number, _ = name.rpartition("-")[0], *name.rpartition("-")[2].split(".")
-    alien = tmp_path / f"{stem}-{int(number) + 1}.park"
-    alien.write_bytes(b"mine")
-    cut_session(two)
-    assert len(list(tmp_path.iterdir())) == 3
-    assert two.restore(N_CUT) == N_CUT
-    one.clear()
-    assert [path.name for path in tmp_path.iterdir()] == [alien.name] and alien.read_bytes() == b"mine"
-
-
 def test_poison_after_restore(new_context: ContextFactory) -> None:
     """What a restore leaves free is never read, and what it put back is not free."""
     for flash_attn, pattern in ((True, driver.NAN_F16), (False, driver.LARGE_F16)):
@@ -447,188 +297,3 @@ def test_poison_after_restore(new_context: ContextFactory) -> None:
         assert context.poison(pattern) == context.memory_info()["n_cells"] - 90
         uncut_session(plain, 90)
         same_from_now_on(context, plain, QUESTION, cut=True)
-
-
-# errors
-
-
-def test_nothing_to_restore(new_context: ContextFactory) -> None:
-    off = new_context("g2")
-    assert off.restore(5) == driver.ERR_DISABLED
-    context = new_context("g2", dge=DGE)
-    assert context.restore(5) == 0
-    assert context.restore(5, seq=-1) == context.restore(5, seq=1) == driver.ERR_SEQ
-    prefill_and_arm(context, FIRST[:N_PROMPT])
-    assert context.restore(5) == 0 and context.info()["state"] == driver.STATE_ARMED
-    decode_each(context, FIRST[N_PROMPT:N_CUT])
-    # the cut that is due is not made by a call that has nothing to do
-    assert context.restore(5) == 0 and context.info()["state"] == driver.STATE_ARMED
-    decode_each(context, FIRST[N_CUT:])
-    before = context.state()
-    assert context.restore(-1) == driver.ERR_PARAMS
-    assert context.restore(0) == 0
-    assert context.state() == before and context.info()["state"] == driver.STATE_CUT
-    assert context.restore(5) == 5
-    assert context.restore(5) == 0 and context.info()["n_rows"] == 5
-    context.clear()
-    context.enable(**{**DGE, "park": "off"})
-    cut_after(context, FIRST, N_PROMPT, N_DRAFT)
-    before = context.state()
-    assert context.restore(N_CUT) == 0 and context.state() == before
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [{"park": 3}, {"park": -1}, {"park_limit": -1}, {"park": "disk"}, {"park": "disk", "park_dir": ""}],
-    ids=str,
-)
-def test_bad_params(new_context: ContextFactory, bad: dict[str, Any]) -> None:
-    context = new_context("one")
-    assert context.enable(check=False, **bad) == driver.ERR_PARAMS
-
-
-@contextmanager
-def small_files(size: int) -> Iterator[None]:
-    """Files cannot grow above a size."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize("size", [None, 0, 20_000, 150_000])
-def test_parking_fails(new_context: ContextFactory, tmp_path: Path, size: int | None) -> None:
-    """No folder, or no room in it: the cut is refused, with the reason in the log, and the full cache goes on."""
-    folder = tmp_path / "missing" if size is None else tmp_path
-    context = new_context("g2", dge=parked(folder))
-    plain = new_context("g2")
-    uncut_session(plain, N_CUT)
-    prefill_and_arm(context, FIRST[:N_PROMPT])
-    decode_each(context, FIRST[N_PROMPT:N_CUT])
-    with driver.captured_log() as log, small_files(2**30 if size is None else size):
-        first = context.decode(ANSWER[:1])
-    assert np.array_equal(first, plain.decode(ANSWER[:1]))
-    assert np.array_equal(decode_each(context, ANSWER[1:]), decode_each(plain, ANSWER[1:]))
-    assert (context.info()["state"], context.info()["error"]) == (driver.STATE_FULL, driver.ERR_PARK)
-    assert str(folder) in "".join(log)
-    assert not list(tmp_path.iterdir())
-    # the same context parks when it can
-    context.clear()
-    if size is None:
-        folder.mkdir()
-    cut_session(context)
-    assert context.restore(N_CUT) == N_CUT
-
-
-def flip(at: float) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        data = bytearray(path.read_bytes())
-        data[int(at * (len(data) - 1))] ^= 4
-        path.write_bytes(data)
-
-    return damage
-
-
-def shorten(share: float) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        data = path.read_bytes()
-        path.write_bytes(data[: int(share * (len(data) - 1))])
-
-    return damage
-
-
-DAMAGES = {f"flipped {at}": flip(at) for at in (0.0, 0.3, 0.999, 1.0)}
-DAMAGES |= {f"shortened {share}": shorten(share) for share in (0.0, 0.5, 1.0)}
-DAMAGES |= {"removed": Path.unlink}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_damaged_file(new_context: ContextFactory, tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """The sequence stays as it was cut, and what is of no use is thrown away."""
-    context, twin = new_context("g2", dge=parked(tmp_path)), new_context("g2", dge=DGE)
-    cut_session(context)
-    cut_session(twin)
-    before = context.state()
-    damage(next(tmp_path.iterdir()))
-    with driver.captured_log() as log:
-        assert context.restore(N_CUT) == driver.ERR_PARK
-    assert str(tmp_path) in "".join(log)
-    assert context.state() == before and context.info()["state"] == driver.STATE_CUT
-    assert np.array_equal(decode_each(context, ANSWER), decode_each(twin, ANSWER))
-    assert context.restore(N_CUT) == 0 and context.info()["n_parked"] == 0
-    assert not list(tmp_path.iterdir())
-    context.clear()
-    cut_session(context)
-    assert context.restore(N_CUT) == N_CUT
-
-
-def test_no_memory_to_restore(new_context: ContextFactory, tmp_path: Path) -> None:
-    """Whichever allocation of a restore fails, nothing has changed, and the next try works."""
-    # 200 rows make the cache grow
-    tokens = tokens_of(300, 8)
-    context, twin = (new_context("g2", elastic=True, dge=parked(tmp_path, park)) for park in ("disk", "ram"))
-    for each in (context, twin):
-        cut_after(each, tokens, 290, N_DRAFT)
-        assert each.memory_info()["n_cells"] == 256
-    n_failed = 0
-    for n in count(1):
-        memory, before = context.memory_info(), context.state()
-        with driver.failing_alloc(n):
-            got = context.restore(292)
-        if got == 292:
-            break
-        assert got == driver.ERR_MEMORY, n
-        assert context.state() == before
-        after = context.memory_info()
-        # layers that could grow may keep the larger buffer, with as many cells as before
-        assert memory["kv"] <= after["kv"] <= memory["kv"] * 512 // 256
-        assert {**after, "kv": 0, "compute": 0} == {**memory, "kv": 0, "compute": 0}
-        assert context.info()["n_parked"] == 292
-        n_failed += 1
-        token = [FIRST[n]]
-        assert np.array_equal(context.decode(token), twin.decode(token))
-    assert n_failed >= 3
-    assert twin.restore(292) == 292
-    same_from_now_on(context, twin, QUESTION, cut=True)
-
-
-# aborts
-
-
-@PARKS
-def test_abort(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
-    """Stopped at any step of a cut that parks: nothing is parked, or all of it. A restore is not stopped."""
-    settings: dict[str, Any] = {"dge": parked(tmp_path, park)}
-    plain = new_context("g2")
-    uncut_session(plain, N_CUT)
-    want = plain.decode(QUESTION)
-    n_aborted = 0
-    for n_calls in count():
-        context = new_context("g2", **settings)
-        prefill_and_arm(context, FIRST[:N_PROMPT])
-        decode_each(context, FIRST[N_PROMPT:N_CUT])
-        calls = count()
-        context.set_abort(lambda calls=calls, n_calls=n_calls: next(calls) >= n_calls)
-        context.decode([ANSWER[0]], check=False)
-        cut = context.info()["state"] == driver.STATE_CUT
-        assert len(list(tmp_path.iterdir())) == (cut and park == "disk")
-        if not cut:
-            n_aborted += 1
-            assert context.info()["error"] == driver.ERR_ABORTED and context.info()["n_parked"] == 0
-            assert context.restore(5) == 0
-            context.set_abort(None)
-            decode_each(context, ANSWER[context.pos_max() + 1 - N_CUT :])
-        assert context.info()["n_parked"] == N_CUT
-        context.set_abort(lambda: True)
-        assert context.restore(N_CUT) == N_CUT
-        # stopped in the first decode after a restore
-        context.decode(QUESTION, check=False)
-        assert context.rc == 2 and context.seq_rm(0, N_CUT, -1)
-        context.set_abort(None)
-        assert np.array_equal(context.decode(QUESTION), want)
-        context.close()
-        if cut:
-            break
-    assert n_aborted > 3

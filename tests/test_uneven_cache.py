@@ -1,4 +1,4 @@
-"""A cache whose heads keep unlike numbers of rows: sequences side by side, cells that are used again, states, copies.
+"""A cache whose heads keep unlike numbers of rows: sequences side by side, cells that are used again, copies.
 
 The cells of a cut sequence are shared by its heads, and a bias hides those that a head does not use. What is tested
 here is that the bias follows its sequence wherever that goes, and that nothing of it is left for whoever comes next.
@@ -6,94 +6,24 @@ here is that the bias follows its sequence wherever that goes, and that nothing 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from reference import driver
-from reference.bounds import nmse_bounds
-from reference.driver import Context
-from reference.forward import Reference, nmse
-from reference.models import ZOO
+from reference.forward import nmse
 from reference.policies import Settings
-from reference.rounding import GGML_TYPES
-from reference.scenario import as_lists, decode_each, tokens_of
+from reference.scenario import as_lists, tokens_of
+from reference.uneven import MODEL, SETTINGS, Sequence, is_uneven, settings_of, together
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
 
-MODEL = "g2"  # 3 layers, 2 KV heads
-SETTINGS = {
-    "adaptive": Settings(budget=40, draft_tokens=2, head_budgets="adaptive"),
-    "pyramid": Settings(policy="pyramidkv", budget=40, draft_tokens=2),
-    "table": Settings(budget=40, draft_tokens=2, head_budgets="table", table=((8, 60), (30, 9), (45, 45))),
-    # one head keeps its whole past
-    "a head keeps all": Settings(draft_tokens=2, head_budgets="table", table=((10, 900), (10, 20), (30, 9))),
-}
 BUDGETS = pytest.mark.parametrize("s", list(SETTINGS.values()), ids=list(SETTINGS))
 UNIFIED = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
 CACHES = [(False, "f32", "f32"), (False, "f16", "f16"), (True, "f16", "f16"), (True, "q8_0", "q8_0")]
 CACHE = pytest.mark.parametrize("cache", CACHES, ids=lambda c: f"{'fa' if c[0] else 'no_fa'}-{c[1]}")
-
-
-def settings_of(cache: tuple[bool, str, str], **others: Any) -> dict[str, Any]:
-    return {"flash_attn": cache[0], "type_k": cache[1], "type_v": cache[2], "n_ctx": 1024, **others}
-
-
-class Sequence:
-    """A sequence of a context and the same one in the reference."""
-
-    def __init__(self, zoo: Zoo, context: Context, cache: tuple[bool, str, str], seq: int) -> None:
-        self.context, self.seq = context, seq
-        self.reference = Reference(zoo[MODEL].weights, cache[1], cache[2], cache[0])
-        self.bound = nmse_bounds(cache[1], cache[2], cache[0], ZOO[MODEL].n_layer)[0]
-
-    def decode(self, tokens: list[int]) -> None:
-        """At once, and compare."""
-        assert nmse(self.context.decode(tokens, seq=self.seq), self.reference.step(tokens)) <= self.bound
-
-    def each(self, tokens: list[int]) -> None:
-        for token in tokens:
-            self.decode([token])
-
-    def cut(self, s: Settings, n_prompt: int, seed: int) -> None:
-        """Prompt, draft and the cut; one token after it. The sequence must be empty."""
-        tokens = tokens_of(n_prompt + s.draft_tokens, seed)
-        self.decode(tokens[:n_prompt])
-        status = self.context.arm(n_prompt, self.seq)
-        assert status == driver.OK, self.context.status(status)
-        self.each(tokens[n_prompt:-1])
-        n = self.reference.n_tokens
-        got = self.context.decode(tokens[-1:], seq=self.seq)
-        info = self.context.info(self.seq)
-        assert info["state"] == driver.STATE_CUT, self.context.status(info["error"])
-        kept = self.context.kept(self.seq)
-        assert info["n_rows_before"] == n and is_uneven(kept)
-        self.reference.mask_all_but(kept)
-        assert nmse(got, self.reference.step(tokens[-1:])) <= self.bound
-
-    def copy_to(self, seq: int, context: Context | None = None) -> Sequence:
-        """What another sequence must be like after it got the rows of this one."""
-        twin = object.__new__(Sequence)
-        twin.context, twin.seq = context or self.context, seq
-        twin.reference, twin.bound = self.reference.fork(), self.bound
-        return twin
-
-
-def is_uneven(kept: Any) -> bool:
-    return len({len(positions) for heads in kept for positions in heads}) > 1
-
-
-def together(*parts: tuple[Sequence, list[int]]) -> None:
-    """Tokens of several sequences in one llama_decode(), and compare."""
-    context = parts[0][0].context
-    rows = [(token, s.reference.n_tokens + i, s.seq, True) for s, tokens in parts for i, token in enumerate(tokens)]
-    got = context.decode_batch(rows)
-    for s, tokens in parts:
-        assert nmse(got[: len(tokens)], s.reference.step(tokens)) <= s.bound, s.seq
-        got = got[len(tokens) :]
 
 
 # two sequences
@@ -340,184 +270,3 @@ def test_copy_after_the_cut(
     together((again, tokens_of(2, 11)), (b, tokens_of(2, 12)))
     b.each(tokens_of(2, 13))
     again.each(tokens_of(2, 14))
-
-
-# states
-
-
-def fragment(context: Context, seq: int = 1) -> None:
-    """Leave holes of three cells between cells of a sequence."""
-    tokens = tokens_of(60, 20)
-    for i in range(0, 60, 3):
-        context.decode(tokens[i : i + 3], seq=seq)
-        context.decode(tokens[i : i + 3], seq=seq + 1)
-    assert context.seq_rm(seq, -1, -1)
-
-
-@CACHE
-@BUDGETS
-@pytest.mark.parametrize("fragmented", [False, True], ids=["empty", "fragmented"])
-def test_state_of_a_sequence(
-    zoo: Zoo, new_context: ContextFactory, s: Settings, cache: tuple[bool, str, str], fragmented: bool
-) -> None:
-    settings = settings_of(cache, n_seq_max=3, n_ctx=512)
-    context = new_context(MODEL, **settings, dge=s.as_params())
-    a = Sequence(zoo, context, cache, 0)
-    a.cut(s, 120, 1)
-    a.each(tokens_of(3, 2))
-    data = context.seq_state(0)
-
-    # into another context, whose own settings do not matter, and into another sequence
-    other = new_context(MODEL, **settings, dge=replace(s, budget=20, head_budgets="uniform", table=()).as_params())
-    if fragmented:
-        fragment(other)
-    assert other.seq_state_load(data, 1) == len(data)
-    assert as_lists(other.kept(1)) == as_lists(context.kept(0))
-    for name in ("bytes_before", "bytes_after", "bytes_kept", "n_rows", "boundary", "pos_min", "budget"):
-        assert other.info(1)[name] == context.info(0)[name], name
-    b = a.copy_to(1, other)
-    b.each(tokens_of(3, 3))
-    b.decode(tokens_of(45, 4))
-    b.each(tokens_of(3, 5))
-
-    # back over the original, which went on in the meantime
-    saved = a.copy_to(0)
-    a.each(tokens_of(2, 6))
-    assert context.seq_state_load(data, 0) == len(data)
-    saved.each(tokens_of(3, 7))
-    # a state that is read over another uneven sequence: that one's bias goes
-    context.clear()
-    second = Sequence(zoo, context, cache, 0)
-    second.cut(s, 90, 8)
-    assert context.seq_state_load(other.seq_state(1), 0) > 0
-    b.copy_to(0, context).each(tokens_of(3, 9))
-
-
-@CACHE
-@UNIFIED
-@BUDGETS
-def test_state_of_all(
-    zoo: Zoo, new_context: ContextFactory, s: Settings, kv_unified: bool, cache: tuple[bool, str, str]
-) -> None:
-    settings = settings_of(cache, n_seq_max=2, kv_unified=kv_unified)
-    context = new_context(MODEL, **settings, dge=s.as_params())
-    a, b = (Sequence(zoo, context, cache, seq) for seq in range(2))
-    b.decode(tokens_of(20, 1))
-    a.cut(s, 120, 2)
-    together((a, tokens_of(2, 3)), (b, tokens_of(2, 4)))
-    data = context.state()
-
-    other = new_context(MODEL, **settings, dge=s.as_params())
-    stranger = Sequence(zoo, other, cache, 1)
-    stranger.cut(s, 90, 5)
-    assert other.state_load(data) == len(data)
-    c, d = a.copy_to(0, other), b.copy_to(1, other)
-    assert other.info(1)["state"] == driver.STATE_FULL
-    together((c, tokens_of(2, 6)), (d, tokens_of(3, 7)))
-    c.each(tokens_of(3, 8))
-    d.each(tokens_of(3, 9))
-    assert context.state() == data
-
-
-# padding
-
-
-def padding_of(context: Context, data: bytes, cache: tuple[bool, str, str]) -> list[tuple[int, int]]:
-    """Ranges of bytes in the state of a sequence that belong to heads which do not use their cell: (start, stop).
-
-    K and V come last in a state, layer by layer: type (int32), bytes per row (uint64), rows. A transposed V: type,
-    bytes per element and number of rows (int32 each), then one row of elements after the other.
-    """
-    kept, info = context.kept(), context.info()
-    spec = ZOO[MODEL]
-    n_cells = info["n_rows"]
-    n_tail = info["n_rows_before"] - info["pos_min"]
-    n_past = info["n_rows_after"] - n_tail  # past rows come first, in the first cells
-    sizes = {1: 2, 0: 4, 8: 34 / 32}
-    ranges = []
-
-    def header(at: int, kind: str) -> list[int]:
-        return np.frombuffer(data, kind, 1, at).tolist()
-
-    at = len(data)
-    k_type, v_type = (GGML_TYPES[name] for name in cache[1:])
-    row = int(spec.n_head_kv * spec.head_size * sizes[v_type])
-    head = row // spec.n_head_kv
-    v_trans = not cache[0]
-    for il in reversed(range(spec.n_layer)):
-        at -= n_cells * row
-        for ih, positions in enumerate(kept[il]):
-            unused = range(len(positions) - n_tail, n_past)
-            if v_trans:
-                size = int(sizes[v_type])
-                for j in range(ih * spec.head_size, (ih + 1) * spec.head_size):
-                    ranges += [(at + (j * n_cells + r) * size, at + (j * n_cells + r + 1) * size) for r in unused]
-            else:
-                ranges += [(at + r * row + ih * head, at + r * row + (ih + 1) * head) for r in unused]
-        at -= 12
-        assert header(at, "<i4") == [v_type]
-        assert header(at + 4, "<i4" if v_trans else "<u8") == [int(sizes[v_type]) if v_trans else row]
-    row = int(spec.n_head_kv * spec.head_size * sizes[k_type])
-    head = row // spec.n_head_kv
-    for il in reversed(range(spec.n_layer)):
-        at -= n_cells * row
-        for ih, positions in enumerate(kept[il]):
-            unused = range(len(positions) - n_tail, n_past)
-            ranges += [(at + r * row + ih * head, at + r * row + (ih + 1) * head) for r in unused]
-        at -= 12
-        assert header(at, "<i4") == [k_type] and header(at + 4, "<u8") == [row]
-    assert header(at - 8, "<u4") == [int(v_trans)] and header(at - 4, "<u4") == [spec.n_layer]
-    return ranges
-
-
-POISON = [
-    ((True, "f16", "f16"), 0x7E00),
-    ((True, "f16", "f16"), 0x6BCD),
-    ((True, "q8_0", "q8_0"), 0xFFFF),
-    ((True, "q8_0", "q8_0"), 0x6BCD),
-    ((False, "f32", "f32"), 0x6BCD),
-    ((False, "f32", "f32"), 0xEBCD),
-    ((False, "f16", "f16"), 0x6BCD),
-    ((False, "q8_0", "f16"), 0x6BCD),
-]
-
-
-@BUDGETS
-@pytest.mark.parametrize("cache, pattern", POISON, ids=str)
-def test_padding_may_hold_anything(
-    zoo: Zoo, new_context: ContextFactory, s: Settings, cache: tuple[bool, str, str], pattern: int
-) -> None:
-    """Cells that a head does not use are filled with NaN, or with a large value, by way of a saved state.
-
-    NaN where flash attention skips masked cells, a large finite value where stock llama.cpp multiplies them by zero,
-    as in test_poison.py.
-    """
-    settings = settings_of(cache, n_seq_max=2, n_ctx=512)
-    context = new_context(MODEL, **settings, dge=s.as_params())
-    a = Sequence(zoo, context, cache, 0)
-    a.cut(s, 120, 1)
-    a.each(tokens_of(3, 2))
-    data = bytearray(context.seq_state(0))
-    clean = bytes(data)
-    ranges = padding_of(context, clean, cache)
-    assert len(ranges) > 20
-    for start, stop in ranges:
-        # the cut leaves zeros there, which would be attended with a weight if the bias were missing
-        assert not any(clean[start:stop])
-        data[start:stop] = (pattern.to_bytes(2, "little") * stop)[: stop - start]
-    assert bytes(data) != clean
-
-    logits = []
-    for state in (clean, bytes(data)):
-        context.clear()
-        assert context.seq_state_load(state, 0) == len(state)
-        if state != clean:
-            assert context.seq_state(0) == state
-        got = [decode_each(context, tokens_of(8, 3)), context.decode(tokens_of(45, 4))]
-        context.decode(tokens_of(20, 5), seq=1)
-        for i in range(4):
-            pos = (context.pos_max(0) + 1, context.pos_max(1) + 1)
-            got.append(context.decode_batch([(7, pos[1], 1, True), (9 + i, pos[0], 0, True)]))
-        logits.append(np.concatenate(got))
-    assert np.isfinite(logits[0]).all()
-    assert np.array_equal(*logits)

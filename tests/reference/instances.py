@@ -12,6 +12,8 @@ import llama_cpp
 
 from llama_dge import Llama
 
+CUT = {"budget": 32, "draft_tokens": 3}
+
 
 class Instances:
     """Makes instances and closes them: make(dge=..., path, **settings of llama_cpp.Llama)."""
@@ -63,3 +65,21 @@ def set_abort(llm: Any, stop: Any) -> None:
     make = llama_cpp.llama_cpp.ggml_abort_callback
     llm.abort_callback = make(0) if stop is None else make(lambda _: bool(stop()))
     llama_cpp.llama_set_abort_callback(llm.ctx, llm.abort_callback, None)
+
+
+def assert_cut(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] = CUT, n_cuts: int = 1) -> None:
+    """The cache was cut and holds what it should after n_tokens tokens of the answer were drawn."""
+    stats = llm.dge_stats
+    assert stats is not None
+    n_draft = dge["draft_tokens"] - 1
+    assert stats.state == "cut" and stats.error is None and stats.n_cuts == n_cuts
+    assert (stats.n_prompt, stats.n_draft, stats.boundary) == (n_prompt, n_draft, n_prompt - 1)
+    assert (stats.rows_before, stats.rows_after) == (n_prompt + n_draft, dge["budget"] + n_draft)
+    assert stats.rows_before > stats.rows_after
+    # the last token that was drawn is not evaluated yet
+    assert llm.n_tokens == n_prompt + n_tokens - 1
+    assert stats.rows == dge["budget"] + n_tokens - 1
+    assert stats.bytes_after < stats.bytes_before and stats.seconds >= 0
+    for layer in llm.dge_layers:
+        for head in range(2):
+            assert len(llm.dge_kept(layer, head)) == stats.rows_after
