@@ -90,11 +90,11 @@ def assert_refused(context: Context, rows: list[tuple[int, int, int, bool]]) -> 
     assert [context.pos_max(seq) for seq in (0, 1)] == before
 
 
-def assert_as_new(context: Context, new_context: ContextFactory, **dge: Any) -> None:
+def assert_as_new(context: Context, new_context: ContextFactory, same: float = SAME, **dge: Any) -> None:
     """A prompt that begins again gets what a fresh context gives it."""
     tokens = tokens_of(90 + 12, 1)
     fresh = new_context("g2", **F32, dge=dge_of(**dge))
-    assert nmse(cut_after(context, tokens, 90, 2), cut_after(fresh, tokens, 90, 2)) <= SAME
+    assert nmse(cut_after(context, tokens, 90, 2), cut_after(fresh, tokens, 90, 2)) <= same
     assert as_lists(context.kept()) == as_lists(fresh.kept())
     fresh.close()
 
@@ -103,8 +103,8 @@ def park_of(park: str, folder: Path) -> dict[str, Any]:
     return {"park": park, "park_dir": folder} if park == "disk" else {"park": park}
 
 
-def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: str) -> None:
-    """A cut by a value of LLAMA_DGE_GATHER."""
+def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: str, same: float = SAME) -> None:
+    """A cut by a value of LLAMA_DGE_GATHER; same: of logits of the same rows in other cells."""
     dge = park_of(park, folder)
     n_lost = 0
     for n in count(1):
@@ -131,8 +131,8 @@ def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: s
         assert_refused(context, [(OTHER[NEXT], NEXT, 1, True), (TOKENS[N_CUT], N_CUT, 0, True)])
         assert context.arm(N_PROMPT) == context.cut() == driver.ERR_SEQ and context.restore(N_PROMPT) == 0
         pair.other_goes_on()
-        assert_as_new(context, new_context, **dge)
-        pair.other_goes_on(SAME)
+        assert_as_new(context, new_context, same, **dge)
+        pair.other_goes_on(same)
         context.close()  # its file goes, too
     assert n_lost == N_LAYER
 
