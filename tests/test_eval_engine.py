@@ -109,12 +109,14 @@ def test_as_separate_runs(zoo: Zoo, shared: int) -> None:
 
 def test_answers_longer_than_what_is_compared(zoo: Zoo) -> None:
     llm = load(zoo)
-    arms = parse_arms(["full", "dge:k=2", "dge:k=2,refresh=4"], [32])
+    arms = parse_arms(["full", "dge:k=2", "dge:k=2,refresh=4", "dge:k=8", "h2o:k=8,scores=policy"], [32])
     prompt = prompt_of(llm)
     long = list(Engine(llm).run(prompt, arms, max_tokens=N_NEW))
     short = list(Engine(llm).run(prompt, arms, max_tokens=N_NEW, kl_tokens=5))
     for a, b in zip(long, short):
         assert b.tokens == a.tokens and b.kl == a.kl[:5]
+        # the draft may be longer than what is compared
+        assert a.arm.config is None or (a.cut and a.n_before_cut == b.n_before_cut == a.arm.config.draft_tokens)
 
 
 @pytest.mark.parametrize("shared", [0, 250], ids=["", "shared document"])

@@ -168,7 +168,11 @@ def test_summary_of_answers_to_several_questions() -> None:
     rows.append(row("snapkv:k=1,budget=64", "p0", 2 / 3, [0.0] * 3, **more))
     text = summary(rows, depths=True)
     assert "| full | 5/6 | 0.44 .. 0.97 |" in text and "| snapkv:k=1 | 2/3 | 0.21 .. 0.94 | 1 |" in text
-    assert "0.55" not in text
+    assert "0.55" not in text and "\n\n\n" not in text
+    # a number was right up to the end of the draft and is not any more: no hit, and not one less of the others
+    rows.append(row("snapkv:k=1,budget=64", "p1", 0.0, [0.0] * 3, **more))
+    assert "| snapkv:k=1 | 2/6 | 0.10 .. 0.70 | 1 |" in summary(rows)
+    assert "answers no prompt rightly" in summary(rows[1:], known=True) and "| full |" in summary(rows, known=True)
 
 
 def test_summary_of_scores() -> None:

@@ -77,6 +77,12 @@ def n_hits(rows: Iterable[Row], score: str = "score") -> int:
     return sum(round(row[score] * len(row["expected"])) for row in rows)
 
 
+def _n_late(rows: Iterable[Row]) -> int:
+    """Return how many hits were not complete before the cut."""
+    # digits that follow the draft can spoil a number at its end: that hit is lost, and is not one less of another row
+    return sum(max(0, n_hits([row]) - n_hits([row], "score_draft")) for row in rows)
+
+
 def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
     """Return hits and divergences by length, budget, set and arm.
 
@@ -94,11 +100,10 @@ def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
     for (model, length, name, budget, _, arm), cell in sorted(groups.items()):
         # one question may ask for several things; its score is the share that was found
         hits, asked = n_hits(cell), sum(len(row["expected"]) for row in cell)
-        late = hits - n_hits(cell, "score_draft")
         low, high = wilson(hits, asked)
         lines.append(
             [model, str(length), name, str(budget or "all"), arm, f"{hits}/{asked}", f"{low:.2f} .. {high:.2f}"]
-            + ([f"{late}"] if arm != FULL else [""])
+            + ([f"{_n_late(cell)}"] if arm != FULL else [""])
             + _kl_cells(cell)
         )
     header = ["model", "tokens", "set", "rows", "arm", "hits", "95 %", "after the cut", *_KL_HEADER]
@@ -223,10 +228,11 @@ def summary(
     for (task,), cell in sorted(_group(rows, lambda row: (row["task"],)).items()):
         cell = known_to_full(cell) if known and task != "kld" else cell
         if not cell:
+            parts.append(f"## {task}\n\nThe full cache answers no prompt rightly, so nothing is left of these.")
             continue
         if task == "needle":
             parts.append(f"## {task}\n\n{(grid_table if grid else needle_table)(cell, by_set)}")
-            if depths:
+            if depths and any(row.get("depth") is not None for row in cell):
                 parts.append(depth_table(cell))
         elif task == "longbench":
             for (model,), part in sorted(_group(cell, lambda row: (row["model"],)).items()):
