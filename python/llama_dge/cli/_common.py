@@ -1,10 +1,8 @@
-"""What the subcommands share: settings, progress, loading a model, timing an answer."""
+"""What the subcommands share: progress, reading a file, loading a model, timing an answer."""
 
 from __future__ import annotations
 
-import argparse
 import codecs
-import dataclasses
 import sys
 import time
 import warnings
@@ -17,32 +15,8 @@ import llama_cpp
 from llama_cpp._internals import LlamaModel
 
 from .. import _native, models
-from ..config import (
-    DRAFT_POOLINGS,
-    HEAD_BUDGETS,
-    LAYER_BUDGETS,
-    NEW_TURNS,
-    PARKS,
-    POLICIES,
-    POOLINGS,
-    SCORES,
-    DGEConfig,
-)
 from ..llama import Llama
 from ..stats import DGEStats
-
-# of a KV cache; numbers of enum ggml_type
-CACHE_TYPES = {
-    "f32": 0,
-    "f16": 1,
-    "bf16": 30,
-    "q8_0": 8,
-    "q5_1": 7,
-    "q5_0": 6,
-    "q4_1": 3,
-    "q4_0": 2,
-    "iq4_nl": 20,
-}
 
 
 class CLIError(Exception):
@@ -76,63 +50,6 @@ class Progress:
             self._shown = False
 
 
-def add_verbose(parser: argparse.ArgumentParser) -> None:
-    """Add the option that every subcommand has."""
-    parser.add_argument("-v", "--verbose", action="store_true", help="tell on stderr what is going on")
-
-
-def at_least(least: int) -> Any:
-    """Make a type for argparse: an int that is not smaller."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    parse.__name__ = "int"  # what argparse calls a text that int() refuses
-    return parse
-
-
-def temperature(text: str) -> float:
-    """Parse the temperature of a sampler, for argparse."""
-    value = float(text)
-    if not 0.0 <= value <= 100.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0 .. 100")
-    return value
-
-
-def add_answer_options(parser: argparse.ArgumentParser) -> None:
-    """Add what shapes an answer."""
-    parser.add_argument("--max-tokens", type=at_least(1), default=256, metavar="N", help="length of the answer (256)")
-    parser.add_argument("--temp", type=temperature, default=0.0, metavar="T", help="temperature (0: greedy)")
-    parser.add_argument("--seed", type=at_least(1), default=1, metavar="N", help="of the sampler (1)")
-
-
-def add_cache_options(parser: argparse.ArgumentParser) -> None:
-    """Add what shapes the cache."""
-    parser.add_argument(
-        "--flash-attn", action=argparse.BooleanOptionalAction, help="flash attention (if --type-v is quantised)"
-    )
-    types = ", ".join(CACHE_TYPES)
-    for letter in "kv":
-        parser.add_argument(
-            f"--type-{letter}", choices=CACHE_TYPES, default="f16", metavar="TYPE", help=f"of the cache (f16): {types}"
-        )
-
-
-def cache_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the parameters of `Llama` that the options of `add_cache_options` stand for."""
-    flash_attn = args.flash_attn
-    if flash_attn is None:
-        flash_attn = args.type_v not in ("f32", "f16", "bf16")
-    return {
-        "flash_attn": flash_attn,
-        "type_k": CACHE_TYPES[args.type_k],
-        "type_v": CACHE_TYPES[args.type_v],
-    }
-
-
 def read_text(path: str) -> str:
     """Read a file, or stdin where it is "-"; raises CLIError."""
     try:
@@ -141,79 +58,6 @@ def read_text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CLIError(f"cannot read {path}: {error}") from error
-
-
-def _budget(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither rows (512) nor a share of the prompt (0.25)") from None
-
-
-def add_dge_options(parser: argparse.ArgumentParser, default: DGEConfig) -> None:
-    """Add one option per setting that shapes the cut; the help shows the values of `default`."""
-    group = parser.add_argument_group("eviction")
-
-    def add(name: str, text: str, **kwargs: Any) -> None:
-        field = name.replace("-", "_")
-        group.add_argument(f"--{name}", dest=f"dge_{field}", help=f"{text} ({getattr(default, field)})", **kwargs)
-
-    add("policy", "which rows stay", choices=POLICIES)
-    add("scores", "what ranks them", choices=SCORES)
-    add("draft-pooling", "pooling of the draft's scores", choices=DRAFT_POOLINGS)
-    add("pooling", "pooling of the policy's own score", choices=POOLINGS)
-    add("kernel-size", "rows that pooling spans", type=int, metavar="N")
-    add(
-        "budget", "rows that stay per layer and KV head; with a point, a share of the prompt", type=_budget, metavar="N"
-    )
-    add("draft-tokens", "tokens of the answer before the cut", type=int, metavar="N")
-    add("window", "last rows that always stay", type=int, metavar="N")
-    add("sinks", "first rows that always stay, with streamingllm", type=int, metavar="N")
-    add("layer-budgets", "how pyramidkv's numbers are rounded", choices=LAYER_BUDGETS)
-    add("head-budgets", "how the heads of a layer share its rows", choices=HEAD_BUDGETS)
-    add("new-turn", "what a prompt that builds on a cut one does", choices=NEW_TURNS)
-    add("park", "where the rows of before the cut wait for it", choices=PARKS)
-    add("park-dir", "folder for --park disk", metavar="DIR")
-    add("park-limit", "bytes that may be parked", type=int, metavar="N")
-    add("refresh", 'tokens after which rows are chosen again, or "auto"; 0: never', type=_refresh, metavar="N")
-    add("refresh-mass", "share of attention below which auto chooses again", type=float, metavar="X")
-    add("elastic", "a cache that grows with use and shrinks after a cut", action=argparse.BooleanOptionalAction)
-
-
-def _refresh(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor auto") from None
-
-
-def wanted_dge(args: argparse.Namespace, default: DGEConfig) -> DGEConfig | None:
-    """Return the settings that were asked for, None with --full; raises CLIError."""
-    given = given_dge_options(args)
-    if args.full and given:
-        raise CLIError(f"--full excludes {', '.join('--' + name.replace('_', '-') for name in given)}")
-    return None if args.full else dge_config(default, given)
-
-
-def given_dge_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that were given by the options of `add_dge_options`."""
-    fields = [field.name for field in dataclasses.fields(DGEConfig)]
-    given = {name: getattr(args, f"dge_{name}", None) for name in fields}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def dge_config(default: DGEConfig, given: dict[str, Any]) -> DGEConfig:
-    """Change settings; raises CLIError."""
-    try:
-        return dataclasses.replace(default, **given)
-    except ValueError as error:
-        raise CLIError(str(error)) from error
 
 
 def model_path(name_or_path: str, progress: Progress, manifest: Path | None = None) -> Path:

@@ -21,15 +21,8 @@ from ..benchmark.workers import FULL, STOCK, BenchError, Lock, Workers
 from ..config import DGEConfig
 from ..eval.arms import Arm, parse_arms
 from ..eval.results import versions
-from ._common import (
-    CLIError,
-    Progress,
-    add_cache_options,
-    add_verbose,
-    at_least,
-    cache_settings,
-    model_path,
-)
+from ._common import CLIError, Progress, model_path
+from ._options import add_cache_options, add_model, add_threads, add_verbose, at_least, context_settings
 
 DEFAULT_MODEL = "smollm2-135m"
 STOCK_VARIABLE = "LLAMA_DGE_STOCK_PYTHON"
@@ -69,13 +62,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         description="Each arm is a process of its own, and they take turns, on random tokens.",
     )
     whole, quick = _WHOLE, _QUICK
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEFAULT_MODEL,
-        metavar="MODEL",
-        help=f"GGUF file, or a name of `llama-dge models list` ({DEFAULT_MODEL})",
-    )
+    add_model(parser, default=DEFAULT_MODEL)
     parser.add_argument("--quick", action="store_true", help=f"prompts of {_list(quick.contexts)}: does it run?")
     parser.add_argument(
         "--contexts",
@@ -100,7 +87,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--rounds", type=at_least(1), metavar="N", help=f"of each prompt ({whole.rounds}; quick: {quick.rounds})"
     )
-    parser.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="per arm (1: the steadiest)")
+    add_threads(parser, default=1, text="CPU threads of each arm (1: the steadiest)")
     add_cache_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and all settings")
     parser.add_argument(
@@ -176,13 +163,7 @@ def _bench(args: argparse.Namespace) -> int:
     if stock is None:
         progress.line("stock llama-cpp-python is not measured: no interpreter that has it (--stock PYTHON)")
     pythons = {name: stock if name == STOCK and stock is not None else sys.executable for name in arms}
-    settings = {
-        "n_batch": 512,
-        "n_ubatch": 512,
-        "n_threads": args.threads,
-        "n_threads_batch": args.threads,
-        **cache_settings(args),
-    }
+    settings = {"n_batch": 512, "n_ubatch": 512, **context_settings(args)}
     result: dict[str, Any] = {
         "versions": versions(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",

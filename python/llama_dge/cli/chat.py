@@ -13,23 +13,28 @@ from ..llama import Llama
 from ._common import (
     CLIError,
     Progress,
-    add_answer_options,
-    add_cache_options,
-    add_dge_options,
-    add_verbose,
-    at_least,
-    cache_settings,
     load,
     load_vocabulary,
     mebibytes,
     model_path,
     read_text,
-    temperature,
     tokenize,
-    wanted_dge,
     why_full,
 )
 from ._conversation import ChatLlama, Conversation
+from ._options import (
+    add_answer_options,
+    add_cache_options,
+    add_dge_options,
+    add_full,
+    add_model,
+    add_threads,
+    add_verbose,
+    at_least,
+    context_settings,
+    temperature,
+    wanted_dge,
+)
 
 _ROOM = 4096  # tokens that questions and answers get beside the document
 
@@ -51,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         description="Reads questions, one a line, from the terminal or stdin and answers on stdout. /help lists what "
         "else can be typed.",
     )
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name of `llama-dge models list`")
+    add_model(parser)
     parser.add_argument("-f", "--file", metavar="FILE", help="document, UTF-8; - reads stdin")
     parser.add_argument(
         "-p", "--prompt", metavar="QUESTION", action="append", help="question or command; repeat it for more, then exit"
@@ -61,8 +66,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "--n-ctx", type=at_least(1), metavar="N", help=f"context (the document and {_ROOM}, if trained for as much)"
     )
     add_cache_options(parser)
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads (half of the cores to decode)")
-    parser.add_argument("--full", action="store_true", help="keep the full cache")
+    add_threads(parser)
+    add_full(parser)
     add_dge_options(parser, DGEConfig())
     add_verbose(parser)
     parser.set_defaults(command_function=_chat)
@@ -88,16 +93,7 @@ def _chat(args: argparse.Namespace) -> int:
     if n_ctx > n_trained:
         print(f"llama-dge chat: the model was trained for {n_trained} tokens, not {n_ctx}", file=sys.stderr)
 
-    llm = load(
-        path,
-        progress,
-        make=ChatLlama,
-        dge=config,
-        n_ctx=n_ctx,
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-        **cache_settings(args),
-    )
+    llm = load(path, progress, make=ChatLlama, dge=config, n_ctx=n_ctx, **context_settings(args))
     assert isinstance(llm, ChatLlama)
     llm.progress = progress
     conversation = Conversation(llm, document, max_tokens=args.max_tokens, temp=args.temp, seed=args.seed)

@@ -11,19 +11,8 @@ import numpy as np
 from ..eval.arms import Arm, parse_arm
 from ..eval.engine import ArmResult, Engine, EvalError
 from ..eval.prompts import STYLES, Prompter
-from ._common import (
-    CLIError,
-    Progress,
-    add_cache_options,
-    add_verbose,
-    at_least,
-    cache_settings,
-    load,
-    load_vocabulary,
-    mebibytes,
-    model_path,
-    read_text,
-)
+from ._common import CLIError, Progress, load, load_vocabulary, mebibytes, model_path, read_text
+from ._options import add_cache_options, add_model, add_threads, add_verbose, at_least, context_settings
 
 DEFAULT_BUDGET = 256
 DEFAULT_REFRESH = "4"
@@ -37,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         help="one question: full cache, bare policy, DGE and refresh side by side",
         description="The document is read once; each row of the table goes on from the same cache.",
     )
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name of `llama-dge models list`")
+    add_model(parser)
     parser.add_argument("-f", "--file", metavar="FILE", required=True, help="document, UTF-8; - reads stdin")
     parser.add_argument("-p", "--prompt", metavar="QUESTION", help="question, put after the document")
     parser.add_argument(
@@ -58,8 +47,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--max-tokens", type=at_least(2), default=32, metavar="N", help="length of an answer (32)")
     parser.add_argument("--style", choices=STYLES, default="auto", help="of the prompt (auto: chat where possible)")
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads")
     add_cache_options(parser)
+    add_threads(parser)
     add_verbose(parser)
     parser.set_defaults(command_function=_compare)
 
@@ -94,9 +83,7 @@ def _compare(args: argparse.Namespace) -> int:
     if not prompt:
         raise CLIError("the prompt is empty")
     n_ctx = -(-(len(prompt) + args.max_tokens) // 256) * 256
-    llm = load(
-        path, progress, n_ctx=n_ctx, n_threads=args.threads, n_threads_batch=args.threads, **cache_settings(args)
-    )
+    llm = load(path, progress, n_ctx=n_ctx, **context_settings(args))
     results = []
     try:
         progress.line(f"reading {len(prompt):,} tokens")

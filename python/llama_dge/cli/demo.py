@@ -8,20 +8,8 @@ from typing import Any
 from ..config import DGEConfig
 from ..demo_text import FACTS, chronicle
 from ..stats import DGEStats
-from ._common import (
-    Answer,
-    CLIError,
-    Progress,
-    add_dge_options,
-    add_verbose,
-    answer,
-    dge_config,
-    given_dge_options,
-    load,
-    mebibytes,
-    model_path,
-    tokenize,
-)
+from ._common import Answer, CLIError, Progress, answer, load, mebibytes, model_path, tokenize
+from ._options import add_dge_options, add_model, add_threads, add_verbose, dge_config, given_dge_options
 
 MODEL = "smollm2-135m"
 # With the paper's two draft tokens and no pooling this small model loses most of the facts, at any of these budgets.
@@ -37,11 +25,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         help="one question about a long document, full cache and eviction side by side",
         description="The document is an invented chronicle; the model completes a sentence of it.",
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=MODEL, help=f"GGUF file or model's name ({MODEL})")
+    add_model(parser, default=MODEL)
     parser.add_argument(
         "--fact", type=int, choices=range(1, len(FACTS) + 1), default=2, help="which fact is asked for, in order (2)"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    add_threads(parser)
     add_dge_options(parser, DEFAULT)
     add_verbose(parser)
     parser.set_defaults(command_function=_demo)

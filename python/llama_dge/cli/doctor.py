@@ -11,13 +11,14 @@ from typing import Any
 import llama_cpp
 
 from .. import __version__, _library, _native
-from ._common import Progress, add_verbose, load, mebibytes, model_path
+from ._common import Progress, load, mebibytes, model_path
+from ._options import add_model, add_verbose
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand to the parser of the program."""
     parser = commands.add_parser("doctor", help="print versions, libraries and devices, and check a model")
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="GGUF file, or a name of `llama-dge models list`")
+    add_model(parser, optional=True)
     add_verbose(parser)
     parser.set_defaults(command_function=_doctor)
 

@@ -18,16 +18,15 @@ from llama_cpp._utils import suppress_stdout_stderr
 
 from .. import _native
 from ..config import DGEConfig
-from ._common import (
-    CLIError,
-    Progress,
+from ._common import CLIError, Progress, mebibytes, model_path
+from ._options import (
     add_cache_options,
     add_dge_options,
+    add_full,
+    add_model,
     add_verbose,
     at_least,
     cache_settings,
-    mebibytes,
-    model_path,
     wanted_dge,
 )
 
@@ -297,13 +296,13 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         help="the memory that a model and a prompt will need",
         description="Loads no weights. Prints weights, cache before and after the cut, and buffers.",
     )
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name of `llama-dge models list`")
+    add_model(parser)
     parser.add_argument("--n-ctx", type=at_least(1), required=True, metavar="N", help="context")
     parser.add_argument("--n-prompt", type=at_least(1), metavar="N", help=f"tokens of the prompt (N_CTX - {_ANSWER})")
     parser.add_argument("--n-batch", type=at_least(1), default=512, metavar="N", help="tokens of a batch (512)")
     parser.add_argument("--n-ubatch", type=at_least(1), default=512, metavar="N", help="of a micro-batch (512)")
     add_cache_options(parser)
-    parser.add_argument("--full", action="store_true", help="keep the full cache")
+    add_full(parser)
     parser.add_argument("--json", action="store_true", help="bytes, for programs")
     add_dge_options(parser, DGEConfig())
     add_verbose(parser)

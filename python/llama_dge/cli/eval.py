@@ -16,18 +16,8 @@ from ..eval.prompts import STYLES, Prompt, Prompter, context_for
 from ..eval.results import Results, ResultsError, file_sha256, read_rows, versions
 from ..eval.runner import Score, run_prompts
 from ..eval.summary import summary
-from ._common import (
-    CLIError,
-    Progress,
-    add_cache_options,
-    add_verbose,
-    at_least,
-    cache_settings,
-    load,
-    load_vocabulary,
-    model_path,
-    read_text,
-)
+from ._common import CLIError, Progress, load, load_vocabulary, model_path, read_text
+from ._options import add_cache_options, add_model, add_threads, add_verbose, at_least, context_settings
 
 DEFAULT_ARMS = (
     "full",
@@ -110,7 +100,7 @@ def _add_max_prompt(parser: argparse.ArgumentParser, default: int | None) -> Non
 
 
 def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name of `llama-dge models list`")
+    add_model(parser)
     parser.add_argument("--out", metavar="FILE", required=True, help="results, a JSON object a line; it may exist")
     parser.add_argument(
         "--arms",
@@ -133,9 +123,9 @@ def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int | None) 
     parser.add_argument(
         "--kl-tokens", type=at_least(1), default=64, metavar="N", help="of the answer that are compared (64)"
     )
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads")
     parser.add_argument("--quick", action="store_true", help="a small part, to see that it runs")
     add_cache_options(parser)
+    add_threads(parser)
     add_verbose(parser)
 
 
@@ -215,23 +205,16 @@ def _run(
         arms: Sequence[Arm] = parse_arms(args.arms, args.budgets)
         path = model_path(args.model, progress)
         prompts = make(Prompter(load_vocabulary(path), args.style))
-        cache = cache_settings(args)
+        context = context_settings(args)
         about = {
             "model": path.name,
             "model_sha256": file_sha256(path),
             "versions": versions(),
-            "cache": {"type_k": args.type_k, "type_v": args.type_v, "flash_attn": cache["flash_attn"]},
+            "cache": {"type_k": args.type_k, "type_v": args.type_v, "flash_attn": context["flash_attn"]},
             "threads": args.threads,
         }
         with Results(Path(args.out)) as results:
-            llm = load(
-                path,
-                progress,
-                n_ctx=context_for(prompts, max(map(max_tokens, prompts))),
-                n_threads=args.threads,
-                n_threads_batch=args.threads,
-                **cache,
-            )
+            llm = load(path, progress, n_ctx=context_for(prompts, max(map(max_tokens, prompts))), **context)
             try:
                 n = run_prompts(
                     Engine(llm),

@@ -12,24 +12,21 @@ from ..config import DGEConfig
 from ..report.page import render
 from ..report.picture import require_pillow, write_png
 from ..report.record import Record, Recorder, token_texts, versions
-from ._common import (
-    Answer,
-    CLIError,
-    Progress,
+from ._common import Answer, CLIError, Progress, answer, load, model_path
+from ._options import (
     add_answer_options,
     add_cache_options,
     add_dge_options,
+    add_model,
+    add_prompt_options,
+    add_threads,
     add_verbose,
-    answer,
-    at_least,
-    cache_settings,
+    context_settings,
     dge_config,
     given_dge_options,
-    load,
-    load_vocabulary,
-    model_path,
+    prompt_tokens,
+    read_prompt,
 )
-from .run import read_prompt, tokenize_prompt
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -40,19 +37,14 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         description="Answers a question about a document and shows what was kept of it: a page that needs no network, "
         "a picture, or JSON on stdout.",
     )
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, or a name of `llama-dge models list`")
-    parser.add_argument("-f", "--file", metavar="FILE", help="document, UTF-8; - reads stdin")
-    parser.add_argument("-p", "--prompt", metavar="QUESTION", help="question, put after the document")
+    add_model(parser)
+    add_prompt_options(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the page, HTML")
     parser.add_argument("--png", metavar="FILE", type=Path, help="a map of layers and places; needs Pillow")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     add_answer_options(parser)
-    parser.add_argument(
-        "--chat", action=argparse.BooleanOptionalAction, help="use the model's chat template (if it has one)"
-    )
-    parser.add_argument("--n-ctx", type=at_least(1), metavar="N", help="context (what prompt and answer need)")
     add_cache_options(parser)
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads (half of the cores to decode)")
+    add_threads(parser)
     add_dge_options(parser, DGEConfig())
     add_verbose(parser)
     parser.set_defaults(command_function=_inspect)
@@ -66,15 +58,7 @@ def _inspect(args: argparse.Namespace) -> int:
     prompt = read_prompt(args)
     progress = Progress(args.verbose)
     path = model_path(args.model, progress)
-    tokens = tokenize_prompt(load_vocabulary(path), prompt, args.chat)
-    if not tokens:
-        raise CLIError("the prompt is empty")
-    needed = len(tokens) + args.max_tokens
-    n_ctx = args.n_ctx or -(-needed // 256) * 256
-    if needed > n_ctx:
-        raise CLIError(
-            f"{len(tokens)} tokens of prompt and {args.max_tokens} of answer do not fit into --n-ctx {n_ctx}"
-        )
+    tokens, n_ctx = prompt_tokens(args, prompt, path)
 
     record = _record(args, path, config, tokens, n_ctx, progress)
     try:
@@ -106,16 +90,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 def _record(
     args: argparse.Namespace, path: Path, config: DGEConfig, tokens: list[int], n_ctx: int, progress: Progress
 ) -> Record:
-    llm = load(
-        path,
-        progress,
-        dge=config,
-        n_ctx=n_ctx,
-        seed=args.seed,
-        n_threads=args.threads,
-        n_threads_batch=args.threads,
-        **cache_settings(args),
-    )
+    llm = load(path, progress, dge=config, n_ctx=n_ctx, seed=args.seed, **context_settings(args))
     try:
         recorder = Recorder(llm)
         result: Answer = answer(

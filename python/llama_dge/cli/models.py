@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..models import cache_dir, fetch, read_manifest
-from ._common import CLIError, Progress, add_verbose
+from ._common import CLIError, Progress
+from ._options import add_verbose
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:

@@ -11,7 +11,8 @@ from ..eval.results import ResultsError, read_rows
 from ..eval.summary import known_to_full
 from ..plots.figures import curves, grids, unique
 from ..plots.svg import draw_curves, draw_grids
-from ._common import CLIError, add_verbose
+from ._common import CLIError
+from ._options import add_verbose
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:

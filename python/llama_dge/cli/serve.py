@@ -11,16 +11,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..config import DGEConfig
-from ._common import (
-    CLIError,
-    Progress,
+from ._common import CLIError, Progress, model_path
+from ._options import (
     add_cache_options,
     add_dge_options,
+    add_model,
+    add_threads,
     add_verbose,
     at_least,
     cache_settings,
     given_dge_options,
-    model_path,
 )
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "own: false, true, or an object of settings. Every setting can be given by an environment variable, too: "
         """DGE='{"budget": 512}'. GET /metrics has counters for Prometheus.""",
     )
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="GGUF file, or a name of `llama-dge models list`")
+    add_model(parser, optional=True)
     parser.add_argument("--config", metavar="FILE", help="server and models as JSON or YAML, in place of MODEL")
     parser.add_argument("--host", metavar="HOST", help="address to listen at (localhost)")
     parser.add_argument("--port", type=at_least(0), metavar="N", help="port (8000); 0 takes a free one")
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--alias", metavar="NAME", help="name of the model for clients (MODEL)")
     parser.add_argument("--n-ctx", type=at_least(1), metavar="N", help="context of prompt and answer (2048)")
     add_cache_options(parser)
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="CPU threads (half of the cores to decode)")
+    add_threads(parser)
     parser.add_argument("--chat-format", metavar="NAME", help="format of llama-cpp-python (the model's template)")
     parser.add_argument(
         "--set",
