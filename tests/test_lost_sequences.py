@@ -184,14 +184,18 @@ def test_elastic(new_context: ContextFactory, by: str, park: str, others: bool) 
     assert n_lost == ({"one": N_LAYER, "all": N_LAYER} if others else {"one": 2 * N_LAYER, "all": 0})
 
 
-def test_growth_fails(new_context: ContextFactory) -> None:
+@pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
+def test_growth_fails(new_context: ContextFactory, kv_unified: bool) -> None:
     """A cache that grows moves rows, too: it stays as it was, and the batch is asked for again."""
     tokens = tokens_of(900, 3)
-    steps = [400, 600, 900]  # of which the last two need more cells
+    steps = [300, 600, 800]  # of which the last two need more cells
     n_failed = 0
     for n in range(1, 2 * N_LAYER + 1):
-        context = new_context("g2", **F32, elastic=True, dge=dge_of())
-        full = new_context("g2", **F32)
+        settings = {**F32, "n_ctx": 2048 if kv_unified else 4096, "n_seq_max": 2, "kv_unified": kv_unified}
+        context = new_context("g2", **settings, elastic=True, dge=dge_of())
+        full = new_context("g2", **settings)
+        for each in (context, full):
+            each.decode(OTHER, seq=1, every=False)
         start = 0
         with failing_move(n):
             for step in steps:
@@ -201,11 +205,15 @@ def test_growth_fails(new_context: ContextFactory) -> None:
                     n_failed += 1
                     assert context.rc == 1 and context.memory_info()["n_cells"] == n_cells
                     assert context.pos_max() == start - 1 and context.info()["n_rows"] == start
+                    assert context.state() == full.state()
+                    # what needs no more cells goes on
+                    assert np.array_equal(context.decode(OTHER[:1], seq=1), full.decode(OTHER[:1], seq=1))
                     context.decode(tokens[start:step], every=False)
                 full.decode(tokens[start:step], every=False)
                 start = step
         rest = tokens_of(5, 8)
-        assert np.array_equal(decode_each(context, rest), decode_each(full, rest))
+        for seq in (0, 1):
+            assert np.array_equal(decode_each(context, rest, seq), decode_each(full, rest, seq))
     assert n_failed == 2 * N_LAYER
 
 
