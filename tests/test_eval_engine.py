@@ -14,7 +14,8 @@ from llama_dge import Llama
 from llama_dge.demo_text import chronicle
 from llama_dge.eval import engine as engine_module
 from llama_dge.eval.arms import Arm, parse_arm, parse_arms
-from llama_dge.eval.engine import TAIL, Engine, EvalError
+from llama_dge.eval.cache import Cache, EvalError
+from llama_dge.eval.engine import TAIL, Engine
 from llama_dge.eval.metrics import kl_divergence, log_softmax
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ def test_what_is_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, shared: int) ->
     llm = load(zoo)
     engine = Engine(llm)
     read: list[int] = []
-    decode = Engine._decode
-    monkeypatch.setattr(Engine, "_decode", lambda self, tokens: (read.append(len(tokens)), decode(self, tokens))[1])
+    decode = Cache.decode
+    monkeypatch.setattr(Cache, "decode", lambda self, tokens: (read.append(len(tokens)), decode(self, tokens))[1])
     arms = parse_arms(["full", "dge:k=2", "h2o:k=1,scores=policy", "h2o:k=3,scores=both"], [32, 48, 64])
     prompts = [prompt_of(llm, question) for question in ("Who?", "When?")]
     for prompt, n_shared in zip(prompts, (0, shared)):

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..eval.arms import Arm, parse_arm
-from ..eval.engine import ArmResult, Engine, EvalError
+from ..eval.cache import EvalError
+from ..eval.engine import ArmResult, Engine
 from ..eval.prompts import STYLES, Prompter
 from ._common import CLIError, Progress, load, load_vocabulary, mebibytes, model_path, read_text
 from ._options import add_cache_options, add_model, add_threads, add_verbose, at_least, context_settings

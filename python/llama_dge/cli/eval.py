@@ -9,8 +9,9 @@ from typing import Any
 
 from ..eval import longbench
 from ..eval.arms import Arm, parse_arms
+from ..eval.cache import EvalError
 from ..eval.documents import QUESTION, document_prompts
-from ..eval.engine import Engine, EvalError, Stop
+from ..eval.engine import Engine, Stop
 from ..eval.needle import KINDS, NeedleTask, hit, needle_prompts
 from ..eval.prompts import STYLES, Prompt, Prompter, context_for
 from ..eval.results import Results, ResultsError, file_sha256, read_rows, versions

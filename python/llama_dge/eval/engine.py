@@ -1,35 +1,26 @@
-"""Runs the arms of a prompt on one context: they go on from the same full cache, for which the prompt is read once."""
+"""Runs the arms of a prompt: they go on from the same full cache, for which the prompt is read once."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import llama_cpp
 import numpy as np
-import numpy.typing as npt
 
 from .. import _native
 from ..config import DGEConfig
 from ..llama import Llama
 from ..stats import DGEStats
 from .arms import FULL, Arm
+from .cache import SEQ, Cache, EvalError, Logits, Saved
 from .metrics import kl_divergence, log_softmax
 
-_SEQ = 0
 #: Tokens at the end of a prompt that every arm reads itself, at least, so that its queries are captured.
 TAIL = 8
 
-Logits = npt.NDArray[np.float32]
 Stop = Callable[[bytes], bool]
-
-
-class EvalError(RuntimeError):
-    """A figure would not mean what it says."""
 
 
 @dataclass
@@ -62,14 +53,6 @@ class ArmResult:
 
 
 @dataclass
-class _Saved:
-    """What a sequence holds, and the queries and sums that were captured of it."""
-
-    state: Any
-    captured: bytearray
-
-
-@dataclass
 class _Full:
     """The full cache's answer, and the distributions along its first tokens.
 
@@ -78,7 +61,7 @@ class _Full:
 
     tokens: list[int]
     logits: list[Logits]
-    drafts: dict[tuple[bool, int], _Saved]
+    drafts: dict[tuple[bool, int], Saved]
 
 
 def _between(config: DGEConfig) -> int:
@@ -121,13 +104,7 @@ class Engine:
         self._n_tail = n_tail
         self._keep_logits = keep_logits
         self._vocab = llama_cpp.llama_model_get_vocab(llm.model)
-        # the first tokens of the latest prompts, without sums and with them
-        self._documents: dict[bool, tuple[list[int], _Saved]] = {}
-        llm.reset()
-
-    @property
-    def _ctx(self) -> Any:
-        return self._llm.ctx
+        self._cache = Cache(llm)
 
     def run(
         self,
@@ -175,8 +152,8 @@ class Engine:
                 drafts[arm.sums].add(arm.config.draft_tokens - 1)
 
         start = time.perf_counter()
-        self._begin(_capturing(arms, sums=False))
-        self._read(prompt, n_head, shared, sums=False)
+        self._cache.begin(_capturing(arms, sums=False))
+        self._cache.read(prompt, n_head, shared, sums=False)
         prefill_seconds = time.perf_counter() - start
         result, full = self._run_full(drafts[False], max_tokens, kl_tokens, stop)
         result.prefill_seconds = prefill_seconds
@@ -184,13 +161,13 @@ class Engine:
             yield result
         if drafts[True]:
             # apart from the others: sums slow the full cache down, whose speed is a result
-            self._begin(_capturing(arms, sums=True))
-            self._read(prompt, n_head, shared, sums=True)
+            self._cache.begin(_capturing(arms, sums=True))
+            self._cache.read(prompt, n_head, shared, sums=True)
             self._keep_drafts(full, drafts[True])
         for arm in arms:
             if arm.config is not None:
                 yield self._run_arm(arm, prompt, full, max_tokens, stop)
-        self._begin(None)
+        self._cache.begin(None)
 
     # one arm
 
@@ -204,19 +181,19 @@ class Engine:
         cpu, start = time.process_time(), time.perf_counter()
         while True:
             if len(tokens) in drafts:
-                full.drafts[False, len(tokens)] = self._save()
-            logits = self._logits()
+                full.drafts[False, len(tokens)] = self._cache.save()
+            logits = self._cache.logits()
             if len(tokens) < kl_tokens:
                 compared.append(logits)
             tokens.append(int(np.argmax(logits)))
             ended = self._ends(tokens, stop)
             if ended or len(tokens) >= max_tokens:
                 break
-            self._decode(tokens[-1:])
+            self._cache.decode(tokens[-1:])
         seconds = time.perf_counter() - start
         if max(drafts, default=0) > len(tokens) - 1:
-            full.drafts[False, len(tokens) - 1] = self._save()
-        n_rows = self._n_rows()
+            full.drafts[False, len(tokens) - 1] = self._cache.save()
+        n_rows = self._cache.n_rows()
         result = ArmResult(
             arm=Arm(FULL, None),
             tokens=tokens,
@@ -243,15 +220,15 @@ class Engine:
         drafts = {min(n, last) for n in drafts}
         for n in range(max(drafts) + 1):
             if n > 0:
-                self._decode(full.tokens[n - 1 : n])
+                self._cache.decode(full.tokens[n - 1 : n])
             if n in drafts:
-                full.drafts[True, n] = self._save()
+                full.drafts[True, n] = self._cache.save()
 
     def _draft(self, arm: Arm, prompt: list[int], full: _Full, n: int) -> bool:
         """Make the cache that of the prompt and n tokens of the answer, armed. Returns whether a cut will follow."""
-        self._begin(arm.config)
-        self._load(full.drafts[arm.sums, n])
-        return self._arm(len(prompt))
+        self._cache.begin(arm.config)
+        self._cache.load(full.drafts[arm.sums, n])
+        return self._cache.arm(len(prompt))
 
     def _run_arm(self, arm: Arm, prompt: list[int], full: _Full, max_tokens: int, stop: Stop | None) -> ArmResult:
         config = arm.config
@@ -273,13 +250,13 @@ class Engine:
         cut_at = 0
         for t in range(n_shared, n_forced):
             step = time.perf_counter()
-            self._decode([full.tokens[t - 1]])
+            self._cache.decode([full.tokens[t - 1]])
             if t > k:
                 seconds += time.perf_counter() - step
                 n_decoded += 1
             if cut is None and will_cut:
                 cut, cut_at = self._check_cut(arm, n_prompt), t
-            logits = self._logits()
+            logits = self._cache.logits()
             if self._keep_logits:
                 kept.append(logits)
             chosen.append(int(np.argmax(logits)))
@@ -295,15 +272,15 @@ class Engine:
                 self._rewind(arm, prompt, full, split)
             while not ended and len(tokens) < max_tokens:
                 step = time.perf_counter()
-                self._decode(tokens[-1:])
+                self._cache.decode(tokens[-1:])
                 if len(tokens) > k:
                     seconds += time.perf_counter() - step
                     n_decoded += 1
                 if cut is None and will_cut and len(tokens) >= k:
                     cut, cut_at = self._check_cut(arm, n_prompt), len(tokens)
-                tokens.append(int(np.argmax(self._logits())))
+                tokens.append(int(np.argmax(self._cache.logits())))
                 ended = self._ends(tokens, stop)
-        stats = _native.seq_stats(self._ctx, _SEQ)
+        stats = _native.seq_stats(self._cache.ctx, SEQ)
         if cut is not None:
             self._check_end(arm, cut, stats)
         return ArmResult(
@@ -325,31 +302,23 @@ class Engine:
             logits=kept,
         )
 
-    def _arm(self, n_prompt: int) -> bool:
-        status = _native.seq_arm(self._ctx, _SEQ, n_prompt)
-        if status < 0:
-            raise EvalError(f"a prompt cannot be cut: {_native.status_text(status)}")
-        return status == _native.OK
-
     def _rewind(self, arm: Arm, prompt: list[int], full: _Full, n: int) -> None:
         """Make the cache what it is after n tokens of an answer, of which it has seen more."""
         config = arm.config
         assert config is not None
-        if not config.refresh:
-            # one cut for good: rows after the prompt can be removed
-            memory = llama_cpp.llama_get_memory(self._ctx)
-            if llama_cpp.llama_memory_seq_rm(memory, _SEQ, len(prompt) + n, -1):
-                return
+        # one cut for good: rows after the prompt can be removed
+        if not config.refresh and self._cache.truncate(len(prompt) + n):
+            return
         k = config.draft_tokens
         self._draft(arm, prompt, full, k - 1)
         for token in full.tokens[k - 1 : n]:
-            self._decode([token])
+            self._cache.decode([token])
 
     # is it what it says?
 
     def _check_cut(self, arm: Arm, n_prompt: int) -> DGEStats | None:
         """Return what the cut did, None where one will only follow when the answer has outgrown the budget."""
-        stats = _native.seq_stats(self._ctx, _SEQ)
+        stats = _native.seq_stats(self._cache.ctx, SEQ)
         config = arm.config
         assert config is not None
         below = isinstance(config.budget, int) and n_prompt <= config.budget
@@ -360,9 +329,9 @@ class Engine:
         if stats.state != "cut":
             raise EvalError(f"{arm.name}: the prompt of {n_prompt} tokens was not cut: {stats.error or stats.state}")
         heads = [
-            _native.n_kept(self._ctx, _SEQ, layer, head)
-            for layer in _native.layers(self._ctx)
-            for head in range(_native.n_head_kv(self._ctx, layer))
+            _native.n_kept(self._cache.ctx, SEQ, layer, head)
+            for layer in _native.layers(self._cache.ctx)
+            for head in range(_native.n_head_kv(self._cache.ctx, layer))
         ]
         budget = config.budget if isinstance(config.budget, int) else stats.budget
         exact = config.layer_budgets == "exact" or config.policy != "pyramidkv"
@@ -381,60 +350,7 @@ class Engine:
         if end.rows > cut.budget + cut.n_draft + _between(config):
             raise EvalError(f"{arm.name}: {end.rows} rows are attended at the end, too many for the budget")
 
-    # the context
-
-    def _begin(self, config: DGEConfig | None) -> None:
-        """Empty the cache and change the settings."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), False)
-        self._llm.set_dge(config)
-        if config is not None and not self._llm.dge_enabled:
-            raise EvalError("this model cannot be cut")
-
-    def _read(self, prompt: list[int], n_head: int, shared: int, sums: bool) -> None:
-        """Evaluate a prompt: what it shares with others, the rest of its head, its tail."""
-        n = 0
-        document = self._documents.get(sums)
-        if document is not None and document[0] == prompt[: min(len(document[0]), n_head)]:
-            n = len(document[0])
-            self._load(document[1])
-        elif shared:
-            self._documents.pop(sums, None)
-            self._decode(prompt[:shared])
-            self._documents[sums] = prompt[:shared], self._save()
-            n = shared
-        self._decode(prompt[n:n_head])
-        self._decode(prompt[n_head:])
-
-    def _decode(self, tokens: Sequence[int]) -> None:
-        for i in range(0, len(tokens), self._llm.n_batch):
-            part = tokens[i : i + self._llm.n_batch]
-            array = (llama_cpp.llama_token * len(part))(*part)
-            status = llama_cpp.llama_decode(self._ctx, llama_cpp.llama_batch_get_one(array, len(part)))
-            if status != 0:
-                raise EvalError(f"llama_decode returned {status}")
-
-    def _logits(self) -> Logits:
-        pointer = llama_cpp.llama_get_logits_ith(self._ctx, -1)
-        copy: Logits = np.ctypeslib.as_array(pointer, (self._llm.n_vocab(),)).copy()
-        return copy
-
-    def _save(self) -> _Saved:
-        size = llama_cpp.llama_state_seq_get_size(self._ctx, _SEQ)
-        buffer = (ctypes.c_uint8 * size)()
-        if llama_cpp.llama_state_seq_get_data(self._ctx, buffer, size, _SEQ) != size:
-            raise EvalError("the state of the prompt could not be copied")
-        return _Saved(buffer, _native.seq_queries(self._ctx, _SEQ))
-
-    def _load(self, saved: _Saved) -> None:
-        state = saved.state
-        if llama_cpp.llama_state_seq_set_data(self._ctx, state, len(state), _SEQ) != len(state):
-            raise EvalError("the state of the prompt could not be put back")
-        # the full cache alone captures nothing and has no place for it
-        if saved.captured and self._llm.dge_enabled:
-            _native.seq_set_queries(self._ctx, _SEQ, saved.captured)
-
-    def _n_rows(self) -> int:
-        return int(llama_cpp.llama_memory_seq_pos_max(llama_cpp.llama_get_memory(self._ctx), _SEQ)) + 1
+    # texts
 
     def _ends(self, tokens: list[int], stop: Stop | None) -> bool:
         if llama_cpp.llama_vocab_is_eog(self._vocab, tokens[-1]):
@@ -454,6 +370,4 @@ class Engine:
 
     def close(self) -> None:
         """Empty the cache and switch eviction off, so that the model can be used again."""
-        self._documents.clear()
-        with contextlib.suppress(RuntimeError):
-            self._begin(None)
+        self._cache.close()
