@@ -61,13 +61,16 @@ def build(toolkit: Path, arch: str) -> Path:
     CudaError
         when a command fails
     """
-    options = {
+    options: dict[str, object] = {
         "GGML_CUDA": "on",
         "CMAKE_CUDA_COMPILER": toolkit / "bin/nvcc",
         "CUDAToolkit_ROOT": toolkit,
         "CMAKE_CUDA_ARCHITECTURES": arch,
         "GGML_CUDA_NO_VMM": "on",
     }
+    if TOOLKIT in toolkit.parents:
+        # CMake leaves folders of the project out of the paths by which a library finds others
+        options["CMAKE_SHARED_LINKER_FLAGS"] = f"-Wl,-rpath,{toolkit / 'lib'}"
     args = " ".join(f"-D{name}={value}" for name, value in options.items())
     python = VENV / "bin/python"
     pip = [str(python), "-m", "pip", "install"]
