@@ -48,8 +48,8 @@ DEFINITIONS = ("GGML_CUDA_ATTN_SCORE", "GGML_CUDA_NO_VMM", "GGML_CUDA_PEER_MAX_B
 SYMBOLS = ("ggml_cuda_attn_score(", "ggml_cuda_attn_score_supported(")
 CUBLAS = "nvidia-cublas==13.0.2.14"
 
-# three kernels, of which two are made for 8 types of K and 2 sizes of tiles
-N_KERNELS = 2 * 8 * 2 + 1
+# two kernels for 8 types of K and 2 sizes of tiles, for 6 types with matrix units; one joins parts, one splits queries
+N_KERNELS = 2 * (8 + 6) * 2 + 2
 
 
 class CudaError(Exception):

@@ -84,7 +84,7 @@ bin=$build/bin
 export LLAMA_DGE_LIB_PATH=$PWD/$bin PYTHONPATH=$PWD/python LLAMA_DGE_TEST_DEVICE=$device
 
 step configure 30 cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" "${options[@]}"
-step build 300 cmake --build "$build" -j "$jobs" --target llama-dge test-attn-score test-backend-ops
+step build 290 cmake --build "$build" -j "$jobs" --target llama-dge test-attn-score test-backend-ops
 step attn-score 30 "$bin/test-attn-score"
 step backend-ops 40 "$bin/test-backend-ops" test -o ATTN_SCORE
 if test -n "$dry"; then
@@ -93,7 +93,10 @@ if test -n "$dry"; then
 else
     step eviction 90 "$python" -m pytest -q -m vulkan tests/test_vulkan.py tests/test_vulkan_gather.py -k "not whole_model"
     step measure 150 "$python" -m bench.gpu --out "$log/measure.json"
-    step backend-perf 20 "$bin/test-backend-ops" perf -o ATTN_SCORE -b CUDA0
+    # by matrix units, and in f32
+    step backend-perf 15 "$bin/test-backend-ops" perf -o ATTN_SCORE -b CUDA0 -p "type_k=(f16|q8_0),n_embd=128"
+    step backend-perf-f32 15 env LLAMA_DGE_MMA=0 \
+        "$bin/test-backend-ops" perf -o ATTN_SCORE -b CUDA0 -p "type_k=(f16|q8_0),n_embd=128"
     step sanitizer-memory 30 compute-sanitizer --tool memcheck --error-exitcode 1 "$bin/test-attn-score"
     step sanitizer-races 30 compute-sanitizer --tool racecheck --error-exitcode 1 "$bin/test-attn-score"
 fi

@@ -7,16 +7,17 @@
 // computes the logits once more and adds up columns. A row is one query of one head. No atomics: the result does not
 // depend on the order of blocks.
 //
-// Nothing here needs ggml, and nothing but plain CUDA C++ is used (no PTX, no CUB, no tensor cores, no dynamic shared
-// memory): the tests compile this file for the CPU as well, with native/ggml/tests/gpu/cuda-shim.h.
+// Logits of a tile of keys and rows are what a type T computes, by which the kernels are made: attn_score_plain in f32,
+// below, or attn_score_mma of attn-score-mma.cuh by matrix units.
+//
+// Nothing here needs ggml, and nothing but plain CUDA C++ is used (no PTX, no CUB, no dynamic shared memory): the tests
+// compile these files for the CPU as well, with native/ggml/tests/gpu/cuda-shim.h.
 
-#ifndef CUDA_SHIM
-#include <cuda_fp16.h>
-#endif
+#include "attn-score-types.cuh"
 
 #include <cstdint>
 
-// a block has 8 groups of 16 threads; a thread has 4 keys, 16 apart, and 1 or 4 rows
+// a block has 8 groups of 16 threads; a thread has 4 keys, 16 apart, and 1, 2 or 4 rows
 static constexpr int ATTN_SCORE_THREADS = 128;
 static constexpr int ATTN_SCORE_LANES   = 16;
 static constexpr int ATTN_SCORE_GROUPS  = ATTN_SCORE_THREADS / ATTN_SCORE_LANES;
@@ -45,6 +46,10 @@ struct attn_score_args {
     float2 * part; // [n_split, rows of all heads and sequences]: maximum and sum of a part of the keys
     float2 * stat; // [rows of all heads and sequences]: maximum and factor
 
+    // of attn-score-mma.cuh only: queries in halves, with zeros up to n_rows_pad and d_pad
+    half *  q_half;  // [d_pad, 2, n_rows_pad, n_head_kv, n_seq]
+    float * q_scale; // [n_rows_pad, n_head_kv, n_seq]: by which their products have to be multiplied
+
     int64_t nbq1, nbq2, nbq3;
     int64_t nbk1, nbk2, nbk3;
     int64_t nbm1, nbm3;
@@ -59,79 +64,13 @@ struct attn_score_args {
     int n_seq;
     int n_split;
     int mask_f16;
+    int d_pad;
+    int n_rows_pad;
 
     float scale;
     float logit_softcap;
     float norm;
 };
-
-// --- types of K: four dimensions of a row from i on, i a multiple of 4
-
-static __device__ __forceinline__ float attn_score_half(const char * p) {
-    return __half2float(*(const half *) p);
-}
-
-struct attn_score_f32 {
-    static __device__ __forceinline__ float4 load(const char * row, int i) { return *(const float4 *) (row + 4 * i); }
-};
-
-struct attn_score_f16 {
-    static __device__ __forceinline__ float4 load(const char * row, int i) {
-        const half2 * x = (const half2 *) (row + 2 * i);
-        const float2  a = __half22float2(x[0]);
-        const float2  b = __half22float2(x[1]);
-        return make_float4(a.x, a.y, b.x, b.y);
-    }
-};
-
-struct attn_score_bf16 {
-    static __device__ __forceinline__ float4 load(const char * row, int i) {
-        const uint2 x = *(const uint2 *) (row + 2 * i);
-        return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000u), __uint_as_float(x.y << 16),
-                __uint_as_float(x.y & 0xffff0000u));
-    }
-};
-
-struct attn_score_q8_0 {
-    static __device__ __forceinline__ float4 load(const char * row, int i) {
-        const char *        b = row + (i / 32) * 34;
-        const signed char * x = (const signed char *) b + 2 + i % 32;
-        const float         d = attn_score_half(b);
-        return make_float4(d * x[0], d * x[1], d * x[2], d * x[3]);
-    }
-};
-
-// blocks of 32 with 4 bits per value, or 5 bits of which the highest lies apart: the first 16 values are the low nibbles
-template <bool has_min, bool has_high>
-struct attn_score_nibbles {
-    static __device__ __forceinline__ float4 load(const char * row, int i) {
-        constexpr int n_scale = has_min ? 4 : 2;
-        constexpr int n_high  = has_high ? 4 : 0;
-
-        const char *          b    = row + (i / 32) * (n_scale + n_high + 16);
-        const unsigned char * x    = (const unsigned char *) b + n_scale + n_high + i % 16;
-        const int             move = i % 32 < 16 ? 0 : 4;
-        const float           d    = attn_score_half(b);
-        const float           min  = has_min ? attn_score_half(b + 2) : -d * (has_high ? 16 : 8);
-
-        int v[4];
-        for (int j = 0; j < 4; ++j) {
-            v[j] = (x[j] >> move) & 15;
-        }
-        if (has_high) {
-            const int high = ((const unsigned char *) b)[n_scale + (i % 32) / 8] >> (i % 8);
-            for (int j = 0; j < 4; ++j) {
-                v[j] |= ((high >> j) & 1) << 4;
-            }
-        }
-        return make_float4(d * v[0] + min, d * v[1] + min, d * v[2] + min, d * v[3] + min);
-    }
-};
-
-typedef attn_score_nibbles<false, false> attn_score_q4_0;
-typedef attn_score_nibbles<true, false>  attn_score_q4_1;
-typedef attn_score_nibbles<false, true>  attn_score_q5_0;
-typedef attn_score_nibbles<true, true>   attn_score_q5_1;
 
 // --- logits
 
@@ -154,66 +93,13 @@ static __device__ __forceinline__ float attn_score_logit(
     return x + m;
 }
 
-// logits of the keys from key0 on and the rows from row0 on; x[r][c] belongs to row0 + NR * (thread / 16) + r and
-// key0 + thread % 16 + 16 * c. All threads of the block take part.
-template <typename K, int NR>
-static __device__ __forceinline__ void attn_score_tile(const attn_score_args & a, float4 * sk, float4 * sq, int key0,
-        int row0, int head_kv, int seq, float (&x)[NR][ATTN_SCORE_COLS]) {
+// x[][] of a tile becomes logits
+template <int NR>
+static __device__ __forceinline__ void attn_score_finish(
+        const attn_score_args & a, int key0, int row0, int seq, float (&x)[NR][ATTN_SCORE_COLS]) {
     const int lane   = threadIdx.x % ATTN_SCORE_LANES;
     const int group  = threadIdx.x / ATTN_SCORE_LANES;
     const int n_rows = a.n_q * a.n_group;
-
-    const char * k = a.k + seq * a.nbk3 + head_kv * a.nbk2;
-    const char * q = a.q + seq * a.nbq3 + (int64_t) head_kv * a.n_group * a.nbq2;
-
-#pragma unroll
-    for (int r = 0; r < NR; ++r) {
-#pragma unroll
-        for (int c = 0; c < ATTN_SCORE_COLS; ++c) {
-            x[r][c] = 0.0f;
-        }
-    }
-
-    for (int i0 = 0; i0 < a.d; i0 += 4 * ATTN_SCORE_CHUNK) {
-        __syncthreads(); // until the chunk before has been read
-
-        for (int t = threadIdx.x; t < ATTN_SCORE_KEYS * ATTN_SCORE_CHUNK; t += ATTN_SCORE_THREADS) {
-            const int key = t / ATTN_SCORE_CHUNK;
-            const int i   = i0 + 4 * (t % ATTN_SCORE_CHUNK);
-
-            sk[key * ATTN_SCORE_STRIDE + t % ATTN_SCORE_CHUNK] =
-                    key0 + key < a.n_kv && i < a.d ? K::load(k + (int64_t) (key0 + key) * a.nbk1, i)
-                                                   : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-        for (int t = threadIdx.x; t < ATTN_SCORE_GROUPS * NR * ATTN_SCORE_CHUNK; t += ATTN_SCORE_THREADS) {
-            const int row = row0 + t / ATTN_SCORE_CHUNK;
-            const int i   = i0 + 4 * (t % ATTN_SCORE_CHUNK);
-
-            sq[t / ATTN_SCORE_CHUNK * ATTN_SCORE_STRIDE + t % ATTN_SCORE_CHUNK] =
-                    row < n_rows && i < a.d
-                            ? *(const float4 *) (q + (row / a.n_q) * a.nbq2 + (row % a.n_q) * a.nbq1 + 4 * (int64_t) i)
-                            : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-
-        __syncthreads(); // until the chunk is there
-
-#pragma unroll
-        for (int i = 0; i < ATTN_SCORE_CHUNK; ++i) {
-            float4 kv[ATTN_SCORE_COLS];
-#pragma unroll
-            for (int c = 0; c < ATTN_SCORE_COLS; ++c) {
-                kv[c] = sk[(lane + ATTN_SCORE_LANES * c) * ATTN_SCORE_STRIDE + i];
-            }
-#pragma unroll
-            for (int r = 0; r < NR; ++r) {
-                const float4 qv = sq[(group * NR + r) * ATTN_SCORE_STRIDE + i];
-#pragma unroll
-                for (int c = 0; c < ATTN_SCORE_COLS; ++c) {
-                    x[r][c] += qv.x * kv[c].x + qv.y * kv[c].y + qv.z * kv[c].z + qv.w * kv[c].w;
-                }
-            }
-        }
-    }
 
 #pragma unroll
     for (int r = 0; r < NR; ++r) {
@@ -226,14 +112,85 @@ static __device__ __forceinline__ void attn_score_tile(const attn_score_args & a
     }
 }
 
+// logits of the keys from key0 on and the rows from row0 on; x[r][c] belongs to row0 + NR * (thread / 16) + r and
+// key0 + thread % 16 + 16 * c. All threads of the block take part.
+template <typename K, int NR>
+struct attn_score_plain {
+    static constexpr int ROWS     = NR;                                         // of a thread
+    static constexpr int SHARED_Q = ATTN_SCORE_GROUPS * NR * ATTN_SCORE_STRIDE; // size of sq
+
+    static __device__ __forceinline__ void tile(const attn_score_args & a, float4 * sk, float4 * sq, int key0, int row0,
+            int head_kv, int seq, float (&x)[NR][ATTN_SCORE_COLS]) {
+        const int lane   = threadIdx.x % ATTN_SCORE_LANES;
+        const int group  = threadIdx.x / ATTN_SCORE_LANES;
+        const int n_rows = a.n_q * a.n_group;
+
+        const char * k = a.k + seq * a.nbk3 + head_kv * a.nbk2;
+        const char * q = a.q + seq * a.nbq3 + (int64_t) head_kv * a.n_group * a.nbq2;
+
+#pragma unroll
+        for (int r = 0; r < NR; ++r) {
+#pragma unroll
+            for (int c = 0; c < ATTN_SCORE_COLS; ++c) {
+                x[r][c] = 0.0f;
+            }
+        }
+
+        for (int i0 = 0; i0 < a.d; i0 += 4 * ATTN_SCORE_CHUNK) {
+            __syncthreads(); // until the chunk before has been read
+
+            for (int t = threadIdx.x; t < ATTN_SCORE_KEYS * ATTN_SCORE_CHUNK; t += ATTN_SCORE_THREADS) {
+                const int key = t / ATTN_SCORE_CHUNK;
+                const int i   = i0 + 4 * (t % ATTN_SCORE_CHUNK);
+
+                sk[key * ATTN_SCORE_STRIDE + t % ATTN_SCORE_CHUNK] =
+                        key0 + key < a.n_kv && i < a.d ? K::load(k + (int64_t) (key0 + key) * a.nbk1, i)
+                                                       : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+            for (int t = threadIdx.x; t < ATTN_SCORE_GROUPS * NR * ATTN_SCORE_CHUNK; t += ATTN_SCORE_THREADS) {
+                const int row = row0 + t / ATTN_SCORE_CHUNK;
+                const int i   = i0 + 4 * (t % ATTN_SCORE_CHUNK);
+
+                sq[t / ATTN_SCORE_CHUNK * ATTN_SCORE_STRIDE + t % ATTN_SCORE_CHUNK] =
+                        row < n_rows && i < a.d ? *(const float4 *) (q + (row / a.n_q) * a.nbq2 +
+                                                                     (row % a.n_q) * a.nbq1 + 4 * (int64_t) i)
+                                                : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            }
+
+            __syncthreads(); // until the chunk is there
+
+#pragma unroll
+            for (int i = 0; i < ATTN_SCORE_CHUNK; ++i) {
+                float4 kv[ATTN_SCORE_COLS];
+#pragma unroll
+                for (int c = 0; c < ATTN_SCORE_COLS; ++c) {
+                    kv[c] = sk[(lane + ATTN_SCORE_LANES * c) * ATTN_SCORE_STRIDE + i];
+                }
+#pragma unroll
+                for (int r = 0; r < NR; ++r) {
+                    const float4 qv = sq[(group * NR + r) * ATTN_SCORE_STRIDE + i];
+#pragma unroll
+                    for (int c = 0; c < ATTN_SCORE_COLS; ++c) {
+                        x[r][c] += qv.x * kv[c].x + qv.y * kv[c].y + qv.z * kv[c].z + qv.w * kv[c].w;
+                    }
+                }
+            }
+        }
+
+        attn_score_finish<NR>(a, key0, row0, seq, x);
+    }
+};
+
 // --- kernels
 
 // grid: parts of the keys, tiles of rows, KV heads and sequences
-template <typename K, int NR>
+template <typename T>
 static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT)
         attn_score_rows(const attn_score_args a) {
-    __shared__ float4 sk[ATTN_SCORE_KEYS * ATTN_SCORE_STRIDE];
-    __shared__ float4 sq[ATTN_SCORE_GROUPS * NR * ATTN_SCORE_STRIDE];
+    constexpr int NR = T::ROWS;
+
+    __shared__ __align__(32) float4 sk[ATTN_SCORE_KEYS * ATTN_SCORE_STRIDE];
+    __shared__ float4               sq[T::SHARED_Q];
 
     const int n_rows  = a.n_q * a.n_group;
     const int n_tiles = (a.n_kv + ATTN_SCORE_KEYS - 1) / ATTN_SCORE_KEYS;
@@ -252,8 +209,7 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT
 
     for (int tile = tile0; tile < tile1; ++tile) {
         float x[NR][ATTN_SCORE_COLS];
-        attn_score_tile<K, NR>(
-                a, sk, sq, tile * ATTN_SCORE_KEYS, row0, blockIdx.z % a.n_head_kv, blockIdx.z / a.n_head_kv, x);
+        T::tile(a, sk, sq, tile * ATTN_SCORE_KEYS, row0, blockIdx.z % a.n_head_kv, blockIdx.z / a.n_head_kv, x);
 
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
@@ -330,12 +286,14 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT
 }
 
 // grid: tiles of keys, KV heads, sequences
-template <typename K, int NR>
+template <typename T>
 static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT)
         attn_score_columns(const attn_score_args a) {
-    __shared__ float4 sk[ATTN_SCORE_KEYS * ATTN_SCORE_STRIDE];
-    __shared__ float4 sq[ATTN_SCORE_GROUPS * NR * ATTN_SCORE_STRIDE];
-    __shared__ float  sum[ATTN_SCORE_GROUPS * ATTN_SCORE_KEYS];
+    constexpr int NR = T::ROWS;
+
+    __shared__ __align__(32) float4 sk[ATTN_SCORE_KEYS * ATTN_SCORE_STRIDE];
+    __shared__ float4               sq[T::SHARED_Q];
+    __shared__ float                sum[ATTN_SCORE_GROUPS * ATTN_SCORE_KEYS];
 
     const int lane   = threadIdx.x % ATTN_SCORE_LANES;
     const int group  = threadIdx.x / ATTN_SCORE_LANES;
@@ -348,7 +306,7 @@ static __global__ void __launch_bounds__(ATTN_SCORE_THREADS, ATTN_SCORE_RESIDENT
 
     for (int row0 = 0; row0 < n_rows; row0 += ATTN_SCORE_GROUPS * NR) {
         float x[NR][ATTN_SCORE_COLS];
-        attn_score_tile<K, NR>(a, sk, sq, key0, row0, blockIdx.y, blockIdx.z, x);
+        T::tile(a, sk, sq, key0, row0, blockIdx.y, blockIdx.z, x);
 
 #pragma unroll
         for (int r = 0; r < NR; ++r) {
@@ -399,9 +357,9 @@ static inline int attn_score_rows_per_thread(const attn_score_args & a) {
     return a.n_q * a.n_group <= ATTN_SCORE_GROUPS ? 1 : 4;
 }
 
-// to be set before memory is asked for
-static inline int attn_score_n_split(const attn_score_args & a) {
-    const int n_rows  = ATTN_SCORE_GROUPS * attn_score_rows_per_thread(a);
+// to be set before memory is asked for; rows of a thread
+static inline int attn_score_n_split(const attn_score_args & a, int rows) {
+    const int n_rows  = ATTN_SCORE_GROUPS * rows;
     const int n_tiles = (a.n_kv + ATTN_SCORE_KEYS - 1) / ATTN_SCORE_KEYS;
     const int n_grid  = (a.n_q * a.n_group + n_rows - 1) / n_rows * a.n_head_kv * a.n_seq;
     const int n_split = ATTN_SCORE_BLOCKS / n_grid;
@@ -409,24 +367,24 @@ static inline int attn_score_n_split(const attn_score_args & a) {
 }
 
 // launch(kernel, grid, block, args)
-template <typename K, int NR, typename launcher>
-static void attn_score_launch_rows(const attn_score_args & a, launcher && launch) {
+template <typename T, typename launcher>
+static void attn_score_launch_tiles(const attn_score_args & a, launcher && launch) {
     const int n_rows      = a.n_q * a.n_group;
     const int n_tiles     = (a.n_kv + ATTN_SCORE_KEYS - 1) / ATTN_SCORE_KEYS;
-    const int n_row_tiles = (n_rows + ATTN_SCORE_GROUPS * NR - 1) / (ATTN_SCORE_GROUPS * NR);
+    const int n_row_tiles = (n_rows + ATTN_SCORE_GROUPS * T::ROWS - 1) / (ATTN_SCORE_GROUPS * T::ROWS);
 
     const dim3 block(ATTN_SCORE_THREADS);
-    launch(attn_score_rows<K, NR>, dim3(a.n_split, n_row_tiles, a.n_head_kv * a.n_seq), block, a);
+    launch(attn_score_rows<T>, dim3(a.n_split, n_row_tiles, a.n_head_kv * a.n_seq), block, a);
     launch(attn_score_combine, dim3((unsigned) ((attn_score_n_stat(a) + ATTN_SCORE_THREADS - 1) / ATTN_SCORE_THREADS)),
             block, a);
-    launch(attn_score_columns<K, NR>, dim3(n_tiles, a.n_head_kv, a.n_seq), block, a);
+    launch(attn_score_columns<T>, dim3(n_tiles, a.n_head_kv, a.n_seq), block, a);
 }
 
 template <typename K, typename launcher>
 static void attn_score_launch(const attn_score_args & a, launcher && launch) {
     if (attn_score_rows_per_thread(a) == 1) {
-        attn_score_launch_rows<K, 1>(a, launch);
+        attn_score_launch_tiles<attn_score_plain<K, 1>>(a, launch);
     } else {
-        attn_score_launch_rows<K, 4>(a, launch);
+        attn_score_launch_tiles<attn_score_plain<K, 4>>(a, launch);
     }
 }

@@ -1,20 +1,45 @@
 #include "attn-score.cuh"
 
 #include "attn-score-kernels.cuh"
+#include "attn-score-mma.cuh"
 #include "ggml-attn-score.h"
 
+#include <cstdlib>
+#include <cstring>
+
 // the kernels count bytes of these blocks themselves
-static_assert(QK8_0 == 32 && sizeof(block_q8_0) == 34, "q8_0 has changed - update attn_score_q8_0");
-static_assert(QK4_0 == 32 && sizeof(block_q4_0) == 18, "q4_0 has changed - update attn_score_nibbles");
-static_assert(QK4_1 == 32 && sizeof(block_q4_1) == 20, "q4_1 has changed - update attn_score_nibbles");
-static_assert(QK5_0 == 32 && sizeof(block_q5_0) == 22, "q5_0 has changed - update attn_score_nibbles");
-static_assert(QK5_1 == 32 && sizeof(block_q5_1) == 24, "q5_1 has changed - update attn_score_nibbles");
+static_assert(QK8_0 == 32 && sizeof(block_q8_0) == 34, "q8_0 has changed - update attn-score-*.cuh");
+static_assert(QK4_0 == 32 && sizeof(block_q4_0) == 18, "q4_0 has changed - update attn-score-*.cuh");
+static_assert(QK4_1 == 32 && sizeof(block_q4_1) == 20, "q4_1 has changed - update attn-score-*.cuh");
+static_assert(QK5_0 == 32 && sizeof(block_q5_0) == 22, "q5_0 has changed - update attn-score-*.cuh");
+static_assert(QK5_1 == 32 && sizeof(block_q5_1) == 24, "q5_1 has changed - update attn-score-*.cuh");
 
 template <typename K>
 static void attn_score_cuda(const attn_score_args & a, cudaStream_t stream) {
     attn_score_launch<K>(a, [stream](auto kernel, dim3 grid, dim3 block, const attn_score_args & args) {
         kernel<<<grid, block, 0, stream>>>(args);
     });
+}
+
+// K as the plain kernels read it, H as those with matrix units do
+template <typename K, typename H>
+static void attn_score_cuda(const attn_score_args & a, bool mma, cudaStream_t stream) {
+    if (!mma) {
+        attn_score_cuda<K>(a, stream);
+        return;
+    }
+    attn_score_mma_launch<H>(a, [stream](auto kernel, dim3 grid, dim3 block, const attn_score_args & args) {
+        kernel<<<grid, block, 0, stream>>>(args);
+    });
+}
+
+// matrix units of halves that this build has code for. With LLAMA_DGE_MMA=0 in the environment they are left alone
+static bool attn_score_has_mma(int device, ggml_type type) {
+    if (type == GGML_TYPE_F32 || type == GGML_TYPE_BF16) {
+        return false;
+    }
+    const char * env = getenv("LLAMA_DGE_MMA");
+    return !(env && strcmp(env, "0") == 0) && turing_mma_available(ggml_cuda_info().devices[device].cc);
 }
 
 // bytes that one load of K takes, to which its rows have to be aligned
@@ -100,25 +125,35 @@ void ggml_cuda_attn_score(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     a.logit_softcap = ggml_get_op_params_f32(dst, GGML_ATTN_SCORE_PARAM_SOFTCAP);
     a.norm          = ggml_get_op_params_f32(dst, GGML_ATTN_SCORE_PARAM_NORM);
 
-    a.n_split = attn_score_n_split(a);
+    const bool mma = attn_score_has_mma(ctx.device, k->type);
+
+    a.n_split = attn_score_n_split(a, mma ? attn_score_mma_rows_per_thread(a) : attn_score_rows_per_thread(a));
 
     ggml_cuda_pool_alloc<float2> part(ctx.pool(), attn_score_n_part(a));
     ggml_cuda_pool_alloc<float2> stat(ctx.pool(), attn_score_n_stat(a));
+    ggml_cuda_pool_alloc<half>   q_half(ctx.pool());
+    ggml_cuda_pool_alloc<float>  q_scale(ctx.pool());
 
     a.part = part.get();
     a.stat = stat.get();
+
+    if (mma) {
+        attn_score_mma_pad(a);
+        a.q_half  = q_half.alloc(attn_score_mma_n_rows(a) * 2 * a.d_pad);
+        a.q_scale = q_scale.alloc(attn_score_mma_n_rows(a));
+    }
 
     cudaStream_t stream = ctx.stream();
 
     switch (k->type) {
         case GGML_TYPE_F32:  attn_score_cuda<attn_score_f32>(a, stream); break;
-        case GGML_TYPE_F16:  attn_score_cuda<attn_score_f16>(a, stream); break;
+        case GGML_TYPE_F16:  attn_score_cuda<attn_score_f16, attn_score_mma_f16>(a, mma, stream); break;
         case GGML_TYPE_BF16: attn_score_cuda<attn_score_bf16>(a, stream); break;
-        case GGML_TYPE_Q8_0: attn_score_cuda<attn_score_q8_0>(a, stream); break;
-        case GGML_TYPE_Q4_0: attn_score_cuda<attn_score_q4_0>(a, stream); break;
-        case GGML_TYPE_Q4_1: attn_score_cuda<attn_score_q4_1>(a, stream); break;
-        case GGML_TYPE_Q5_0: attn_score_cuda<attn_score_q5_0>(a, stream); break;
-        case GGML_TYPE_Q5_1: attn_score_cuda<attn_score_q5_1>(a, stream); break;
+        case GGML_TYPE_Q8_0: attn_score_cuda<attn_score_q8_0, attn_score_mma_q8_0>(a, mma, stream); break;
+        case GGML_TYPE_Q4_0: attn_score_cuda<attn_score_q4_0, attn_score_mma_q4_0>(a, mma, stream); break;
+        case GGML_TYPE_Q4_1: attn_score_cuda<attn_score_q4_1, attn_score_mma_q4_1>(a, mma, stream); break;
+        case GGML_TYPE_Q5_0: attn_score_cuda<attn_score_q5_0, attn_score_mma_q5_0>(a, mma, stream); break;
+        case GGML_TYPE_Q5_1: attn_score_cuda<attn_score_q5_1, attn_score_mma_q5_1>(a, mma, stream); break;
         default:             GGML_ABORT("ATTN_SCORE: no kernel for K of type %s", ggml_type_name(k->type));
     }
 }

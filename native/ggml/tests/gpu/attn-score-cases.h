@@ -32,10 +32,13 @@ struct attn_score_case {
     bool            weights;
     bool            acc;
     float           logit_softcap;
+    float           q_size = 1; // of queries and keys; their product does not change the logits
+    float           k_size = 1;
 
     std::string name() const {
-        char buf[160];
-        snprintf(buf, sizeof(buf), "%s d %d n_kv %d n_q %d n_head_kv %d n_group %d n_seq %d mask %d%s%s%s cap %g",
+        char buf[200];
+        snprintf(buf, sizeof(buf),
+                "%s d %d n_kv %d n_q %d n_head_kv %d n_group %d n_seq %d mask %d%s%s%s cap %g, q %g k %g",
                 type == GGML_TYPE_F32    ? "f32"
                 : type == GGML_TYPE_F16  ? "f16"
                 : type == GGML_TYPE_BF16 ? "bf16"
@@ -45,7 +48,7 @@ struct attn_score_case {
                 : type == GGML_TYPE_Q5_1 ? "q5_1"
                                          : "q8_0",
                 d, n_kv, n_q, n_head_kv, n_group, n_seq, (int) mask, sinks ? " sinks" : "", weights ? " weights" : "",
-                acc ? " acc" : "", logit_softcap);
+                acc ? " acc" : "", logit_softcap, q_size, k_size);
         return buf;
     }
 };
@@ -140,7 +143,7 @@ static inline size_t attn_score_row_size(ggml_type type, int d) {
 static inline attn_score_problem attn_score_make(const attn_score_case & c, uint32_t seed) {
     attn_score_problem p;
     p.c     = c;
-    p.scale = 3.0f / sqrtf((float) c.d);
+    p.scale = 3.0f / sqrtf((float) c.d) / c.q_size / c.k_size;
 
     const int    n_head = c.n_head_kv * c.n_group;
     const size_t row    = attn_score_row_size(c.type, c.d);
@@ -201,8 +204,9 @@ static inline attn_score_problem attn_score_make(const attn_score_case & c, uint
                 for (int i = 0; i < c.n_q; ++i) {
                     seen = seen || bias[(size_t) i * c.n_kv + j] > -INFINITY;
                 }
-                for (auto & x : k[j]) {
-                    x = normal(rng);
+                for (int l = 0; l < c.d; ++l) {
+                    // scales that differ from block to block
+                    k[j][l] = normal(rng) * (c.k_size != 1 && l < 32 ? c.k_size / 16 : c.k_size);
                 }
                 if (seen) {
                     attn_score_store(c.type, k[j], p.k.data() + s * p.nbk3 + j * p.nbk1 + hk * p.nbk2);
@@ -220,7 +224,7 @@ static inline attn_score_problem attn_score_make(const attn_score_case & c, uint
                 for (int i = 0; i < c.n_q; ++i) {
                     std::vector<float> q(c.d);
                     for (auto & v : q) {
-                        v = c.weights && p.weights[i] == 0 ? NAN : normal(rng);
+                        v = c.weights && p.weights[i] == 0 ? NAN : c.q_size * normal(rng);
                     }
                     memcpy(p.q.data() + s * p.nbq3 + h * p.nbq2 + i * p.nbq1, q.data(), 4 * c.d);
 
@@ -291,16 +295,22 @@ static inline std::vector<attn_score_case> attn_score_cases() {
         { GGML_TYPE_Q5_1, 128, 65, 3, 2, 1, 1, MASK_F32, false, false, true, 0 },
         // several tiles of rows and of keys per block, as with the rows of a micro-batch
         { GGML_TYPE_F16, 64, 150, 70, 1, 2, 1, MASK_F16, false, false, true, 0 },
+        // beyond what a half holds, and below
+        { GGML_TYPE_F16, 128, 70, 5, 1, 4, 1, MASK_F16, true, true, false, 0, 7e4f },
+        { GGML_TYPE_F16, 72, 66, 3, 2, 2, 1, MASK_NONE, false, false, false, 20, 1e-6f },
+        { GGML_TYPE_Q8_0, 64, 66, 5, 1, 2, 1, MASK_F16, false, false, false, 0, 1e-5f, 1e5f },
+        { GGML_TYPE_Q4_1, 64, 65, 3, 1, 4, 1, MASK_F32, false, false, false, 0, 1e5f, 1e4f },
+        { GGML_TYPE_Q5_0, 96, 66, 9, 1, 2, 1, MASK_NONE, false, false, false, 0, 1e4f, 1e-4f },
     };
 }
 
-// few and small, for one OS thread per CUDA thread, and for each wrong kernel: three chunks of d, of which the last is not
-// full, two tiles of keys, two tiles of rows; few rows, of which one sees nothing and has no sink; one query, behind which
-// nothing may be read
+// few and small, for one OS thread per CUDA thread, and for each wrong kernel: several chunks of d, of which the last is
+// not full, two tiles of keys, two tiles of rows; few rows, of which one sees nothing and has no sink; one query, behind which
+// nothing may be read, below what a half holds, and keys beyond
 static inline std::vector<attn_score_case> attn_score_cases_small() {
     return {
-        { GGML_TYPE_F16, 80, 90, 9, 2, 4, 1, MASK_F16, true, true, true, 0 },
+        { GGML_TYPE_F16, 72, 90, 9, 2, 4, 1, MASK_F16, true, true, true, 0 },
         { GGML_TYPE_Q8_0, 64, 70, 2, 1, 3, 2, MASK_F32, false, false, false, 6 },
-        { GGML_TYPE_Q8_0, 64, 66, 1, 1, 4, 2, MASK_NONE, false, false, false, 0 },
+        { GGML_TYPE_Q8_0, 64, 66, 1, 1, 4, 2, MASK_NONE, false, false, false, 0, 1e-6f, 1e5f },
     };
 }

@@ -35,6 +35,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
 // blocks run one after another: a static local is shared by the threads of a block, and by no others at a time
 #define __shared__ static
 
@@ -170,27 +171,22 @@ inline void entry() {
     abort();
 }
 
-// lets warps and the block go on where all of their threads wait; false when none could
-inline bool release() {
-    const unsigned n       = (unsigned) threads.size();
-    unsigned       n_block = 0;
-    unsigned       n_done  = 0;
-    bool           any     = false;
-
-    for (unsigned w = 0; w < n; w += n_warp) {
-        const unsigned end   = std::min(w + n_warp, n);
-        unsigned       n_all = 0;
-        for (unsigned i = w; i < end; ++i) {
-            n_all += threads[i].state == WARP;
-            n_block += threads[i].state == BLOCK;
-            n_done += threads[i].state == DONE;
-        }
-        for (unsigned i = w; n_all == end - w && i < end; ++i) {
-            threads[i].state = RUN;
-            any              = true;
-        }
+// lets a warp go on where all of its threads wait for each other
+inline bool release_warp(unsigned warp) {
+    const auto begin = threads.begin() + warp * n_warp;
+    const auto end   = threads.begin() + std::min((size_t) (warp + 1) * n_warp, threads.size());
+    const bool all   = std::all_of(begin, end, [](const cuda_thread & t) { return t.state == WARP; });
+    for (auto t = begin; all && t != end; ++t) {
+        t->state = RUN;
     }
-    if (n_block == n) {
+    return all;
+}
+
+// lets the block go on where all of its threads wait; false when they could not
+inline bool release_block() {
+    const size_t n_block =
+            std::count_if(threads.begin(), threads.end(), [](const cuda_thread & t) { return t.state == BLOCK; });
+    if (n_block == threads.size()) {
         for (auto & t : threads) {
             if (t.line != threads[0].line) {
                 die("threads of one block wait at different barriers", t);
@@ -199,7 +195,7 @@ inline bool release() {
         }
         return true;
     }
-    return any || n_done == n;
+    return false;
 }
 
 inline void run_block(const std::vector<unsigned> & ids) {
@@ -212,12 +208,24 @@ inline void run_block(const std::vector<unsigned> & ids) {
         t.state                = RUN;
         makecontext(&t.ctx, (void (*)()) entry, 0);
     }
+    // warps in the order of their first threads
+    std::vector<unsigned> warps;
+    for (unsigned i : ids) {
+        if (std::find(warps.begin(), warps.end(), i / n_warp) == warps.end()) {
+            warps.push_back(i / n_warp);
+        }
+    }
     for (;;) {
-        for (unsigned i : ids) {
-            if (threads[i].state == RUN) {
-                cur = &threads[i];
-                swapcontext(&ctx_main, &cur->ctx);
-            }
+        // each goes as far as it can before the next one starts
+        for (unsigned warp : warps) {
+            do {
+                for (unsigned i : ids) {
+                    if (i / n_warp == warp && threads[i].state == RUN) {
+                        cur = &threads[i];
+                        swapcontext(&ctx_main, &cur->ctx);
+                    }
+                }
+            } while (release_warp(warp));
         }
         const auto all_done = [](const cuda_thread & t) {
             return t.state == DONE;
@@ -225,7 +233,7 @@ inline void run_block(const std::vector<unsigned> & ids) {
         if (std::all_of(threads.begin(), threads.end(), all_done)) {
             return;
         }
-        if (!release()) {
+        if (!release_block()) {
             die("not all threads reach this barrier or intrinsic",
                     *std::find_if_not(threads.begin(), threads.end(), all_done));
         }
@@ -341,6 +349,12 @@ static inline float __uint_as_float(unsigned bits) {
     return res;
 }
 
+static inline unsigned __float_as_uint(float x) {
+    unsigned res;
+    memcpy(&res, &x, sizeof(res));
+    return res;
+}
+
 static inline float __half2float(half h) {
     const int   exponent = h.bits >> 10 & 31;
     const int   mantissa = h.bits & 1023;
@@ -352,6 +366,25 @@ static inline float __half2float(half h) {
 
 static inline float2 __half22float2(half2 h) {
     return { __half2float(h.x), __half2float(h.y) };
+}
+
+// to the nearest, to even where two are as near: nearbyint() in units of the last place
+static inline half __float2half_rn(float x) {
+    const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+    if (std::isnan(x)) {
+        return { 0x7fff };
+    }
+    int e;
+    frexpf(x, &e);
+    e             = x == 0.0f ? -13 : std::max(e, -13); // below are denormals
+    const float m = nearbyintf(ldexpf(fabsf(x), 11 - e));
+    // a mantissa that has become too large carries into the exponent
+    const int bits = (int) std::min(m + 1024.0f * (e + 13), 1024.0f * 31);
+    return { (uint16_t) (sign | bits) };
+}
+
+static inline half2 __floats2half2_rn(float x, float y) {
+    return { __float2half_rn(x), __float2half_rn(y) };
 }
 
 #endif
