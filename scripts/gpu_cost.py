@@ -25,13 +25,15 @@ class Device:
     name
         of the device
     flops
-        f32 operations per second, without tensor cores, which the kernels do not use
+        f32 operations per second, without matrix units
     matrix
-        f16 operations per second of its matrix units, for the prefill
+        f16 operations per second of its matrix units, summed in f32
     memory
         bytes per second of its memory
     link
         bytes per second to and from host memory
+    mma
+        the score's products are made by its matrix units
     """
 
     name: str
@@ -39,6 +41,7 @@ class Device:
     matrix: float
     memory: float
     link: float
+    mma: bool
 
 
 @dataclass(frozen=True)
@@ -62,26 +65,47 @@ class Model:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a cut: operations, bytes of device memory, bytes over the link."""
+    """A part of a cut.
+
+    Parameters
+    ----------
+    name
+        of the step
+    flops
+        operations in f32
+    memory, link
+        bytes of device memory, and over the link
+    products
+        those of ``flops`` that matrix units can take
+    halves
+        products of halves in place of each of these
+    """
 
     name: str
     flops: float
     memory: float
     link: float
+    products: float = 0
+    halves: int = 0
 
     def seconds(self, device: Device) -> float:
         """Return the least time on a device."""
-        return max(self.flops / device.flops, self.memory / device.memory) + self.link / device.link
+        arithmetic = self.flops / device.flops
+        if device.mma:
+            arithmetic = (self.flops - self.products) / device.flops + self.halves * self.products / device.matrix
+        return max(arithmetic, self.memory / device.memory) + self.link / device.link
 
 
 # M2 Max: host and device share the memory, so a copy over the "link" reads and writes it
 DEVICES = (
-    Device("RTX 4090", 82.6e12, 165e12, 1008e9, 32e9),
-    Device("M2 Max (38 cores)", 13.6e12, 13.6e12, 400e9, 200e9),
-    Device("H200", 67e12, 989e12, 4800e9, 64e9),
+    Device("RTX 4090", 82.6e12, 165e12, 1008e9, 32e9, True),
+    Device("M2 Max (38 cores)", 13.6e12, 13.6e12, 400e9, 200e9, False),
+    Device("H200", 67e12, 989e12, 4800e9, 64e9, True),
 )
 
 BYTES = {"f16": 2.0, "q8_0": 34 / 32}
+# native/ggml/cuda/attn-score-mma.cuh: a query is two halves, and so is a row of quantised K; low by low is left out
+HALVES = {"f16": 2, "q8_0": 3}
 
 SCORE, PARK, DEVICE = "score (attn-score)", "park in host memory", "compact on the device"
 HOST = "compact by the host, where a device cannot"
@@ -110,7 +134,8 @@ def steps(model: Model, n_kv: int, n_rows: int, budget: int, cache: str) -> list
     row = model.n_embd_head * BYTES[cache]
 
     # logits twice: 2 operations per product, and about 8 for scale, mask, maximum, exponential, sums
-    score = 2 * n_kv * n_rows * heads * (2 * model.n_embd_head + 8)
+    products = 4.0 * n_kv * n_rows * heads * model.n_embd_head
+    score = products + 16.0 * n_kv * n_rows * heads
     k_bytes = n_kv * heads_kv * row
     scores = 4.0 * n_kv * heads_kv
     kept = 2 * budget * heads_kv * row
@@ -120,7 +145,7 @@ def steps(model: Model, n_kv: int, n_rows: int, budget: int, cache: str) -> list
     # ... and copied when the cache moves into smaller buffers
     shrink = 2 * kept
     return [
-        Step(SCORE, score, 2 * k_bytes + scores, scores),
+        Step(SCORE, score, 2 * k_bytes + scores, scores, products, HALVES[cache]),
         Step(PARK, 0, 2 * k_bytes, 2 * k_bytes),
         Step(DEVICE, 0, gather + index + shrink, index),
         # K and V of all rows leave the device, which they do for the park in any case; what stays comes back
