@@ -32,8 +32,9 @@ struct attn_score_case {
     bool            weights;
     bool            acc;
     float           logit_softcap;
-    float           q_size = 1; // of queries and keys; their product does not change the logits
-    float           k_size = 1;
+    int             n_split = 2; // parts of the keys that CUDA's grid has
+    float           q_size  = 1; // of queries and keys; their product does not change the logits
+    float           k_size  = 1;
 
     std::string name() const {
         char buf[200];
@@ -285,10 +286,10 @@ static inline std::vector<attn_score_case> attn_score_cases() {
         { GGML_TYPE_F16, 128, 201, 10, 2, 4, 1, MASK_F16, false, false, false, 0 },
         { GGML_TYPE_F16, 256, 65, 9, 1, 1, 1, MASK_F16, false, true, true, 30 },
         { GGML_TYPE_F16, 64, 63, 3, 2, 3, 2, MASK_F16, true, true, true, 0 },
-        { GGML_TYPE_BF16, 96, 129, 5, 1, 4, 2, MASK_F32, true, false, false, 5 },
+        { GGML_TYPE_BF16, 96, 129, 5, 1, 4, 2, MASK_F32, true, false, false, 5, 1 },
         { GGML_TYPE_BF16, 72, 90, 4, 2, 1, 1, MASK_F16, false, false, true, 0 },
         { GGML_TYPE_Q8_0, 128, 200, 12, 2, 4, 1, MASK_F16, true, true, true, 0 },
-        { GGML_TYPE_Q8_0, 64, 77, 1, 2, 4, 2, MASK_NONE, false, false, false, 10 },
+        { GGML_TYPE_Q8_0, 64, 77, 1, 2, 4, 2, MASK_NONE, false, false, false, 10, 1 },
         { GGML_TYPE_Q4_0, 64, 70, 9, 1, 2, 1, MASK_F32, false, false, false, 0 },
         { GGML_TYPE_Q4_1, 96, 66, 2, 2, 2, 1, MASK_NONE, true, false, false, 0 },
         { GGML_TYPE_Q5_0, 64, 71, 4, 1, 4, 1, MASK_F16, false, true, false, 0 },
@@ -296,11 +297,11 @@ static inline std::vector<attn_score_case> attn_score_cases() {
         // several tiles of rows and of keys per block, as with the rows of a micro-batch
         { GGML_TYPE_F16, 64, 150, 70, 1, 2, 1, MASK_F16, false, false, true, 0 },
         // beyond what a half holds, and below
-        { GGML_TYPE_F16, 128, 70, 5, 1, 4, 1, MASK_F16, true, true, false, 0, 7e4f },
-        { GGML_TYPE_F16, 72, 66, 3, 2, 2, 1, MASK_NONE, false, false, false, 20, 1e-6f },
-        { GGML_TYPE_Q8_0, 64, 66, 5, 1, 2, 1, MASK_F16, false, false, false, 0, 1e-5f, 1e5f },
-        { GGML_TYPE_Q4_1, 64, 65, 3, 1, 4, 1, MASK_F32, false, false, false, 0, 1e5f, 1e4f },
-        { GGML_TYPE_Q5_0, 96, 66, 9, 1, 2, 1, MASK_NONE, false, false, false, 0, 1e4f, 1e-4f },
+        { GGML_TYPE_F16, 128, 70, 5, 1, 4, 1, MASK_F16, true, true, false, 0, 2, 7e4f },
+        { GGML_TYPE_F16, 72, 66, 3, 2, 2, 1, MASK_NONE, false, false, false, 20, 2, 1e-6f },
+        { GGML_TYPE_Q8_0, 64, 66, 5, 1, 2, 1, MASK_F16, false, false, false, 0, 2, 1e-5f, 1e5f },
+        { GGML_TYPE_Q4_1, 64, 65, 3, 1, 4, 1, MASK_F32, false, false, false, 0, 2, 1e5f, 1e4f },
+        { GGML_TYPE_Q5_0, 96, 66, 9, 1, 2, 1, MASK_NONE, false, false, false, 0, 2, 1e4f, 1e-4f },
     };
 }
 
@@ -310,7 +311,7 @@ static inline std::vector<attn_score_case> attn_score_cases() {
 static inline std::vector<attn_score_case> attn_score_cases_small() {
     return {
         { GGML_TYPE_F16, 72, 90, 9, 2, 4, 1, MASK_F16, true, true, true, 0 },
-        { GGML_TYPE_Q8_0, 64, 70, 2, 1, 3, 2, MASK_F32, false, false, false, 6 },
-        { GGML_TYPE_Q8_0, 64, 66, 1, 1, 4, 2, MASK_NONE, false, false, false, 0, 1e-6f, 1e5f },
+        { GGML_TYPE_Q8_0, 64, 70, 2, 1, 3, 2, MASK_F32, false, false, false, 6, 1 },
+        { GGML_TYPE_Q8_0, 64, 66, 1, 1, 4, 2, MASK_NONE, false, false, false, 0, 2, 1e-6f, 1e5f },
     };
 }
