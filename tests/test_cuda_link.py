@@ -44,7 +44,9 @@ def test_the_backend_is_registered() -> None:
     n_devices(cuda)  # without a driver none, and no crash
 
 
-@pytest.mark.parametrize("kernel", [b"attn_score_rows", b"attn_score_combine", b"attn_score_columns"])
+@pytest.mark.parametrize(
+    "kernel", [b"attn_score_rows", b"attn_score_combine", b"attn_score_columns", b"attn_score_split"]
+)
 def test_our_kernels_are_in_the_library(kernel: bytes) -> None:
     assert kernel in (LIB / "libggml-cuda.so").read_bytes()
 
