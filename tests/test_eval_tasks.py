@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,14 @@ def test_haystack() -> None:
         assert place == pytest.approx(depth, abs=0.05) and place == pytest.approx(said, abs=0.02)
     with pytest.raises(ValueError, match="do not fit into 20"):
         haystack(needles, depths, filler(random.Random(1)), 20, words)
+
+
+def test_a_sentence_that_is_too_long_does_not_end_a_text() -> None:
+    needles, long = numbers(random.Random(1), 1), "word " * 200
+    prose = chain(["One two three four five."] * 30, [long], filler(random.Random(1)))
+    assert 360 < words(haystack(needles, [0.5], prose, 400, words).text) <= 400
+    # where all are, the text stays short
+    assert words(haystack(needles, [0.5], repeat(long), 150, words).text) == words(needles[0].sentence)
 
 
 def test_list_of_codes() -> None:

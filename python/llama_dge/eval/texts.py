@@ -96,6 +96,10 @@ _ENDS = (
 )  # fmt: skip
 
 
+# sentences that are too long for what is left of a text, before it is left short
+_MAX_PASSED = 100
+
+
 @dataclass(frozen=True)
 class Needle:
     """A fact: its sentence is `opening` and `answer`; one of `questions` asks for it."""
@@ -215,7 +219,7 @@ def haystack(
     waiting = list(zip(needles, depths, costs))
     parts: list[str] = []
     places: list[int] = []
-    n_filler = n_text = 0
+    n_filler = n_text = n_passed = 0
     while True:
         while waiting and n_filler >= waiting[0][1] * room:
             needle, _, cost = waiting.pop(0)
@@ -225,7 +229,11 @@ def haystack(
         sentence = next(prose)
         cost = count(" " + sentence)
         if n_filler + cost > room:
-            break
+            # a table that is taken for a sentence should not end the text early
+            n_passed += 1
+            if room - n_filler <= room // 10 or n_passed == _MAX_PASSED:
+                break
+            continue
         parts.append(sentence)
         n_filler += cost
         n_text += cost
