@@ -77,8 +77,11 @@ def test_cost_by_hand() -> None:
     assert (park.memory, park.link) == (24, 24)
     assert (device.memory, device.link) == (2 * 4 * 8 + 2 * 8 + 4, 4)
     assert (host.memory, host.link) == (24 + 3 * 8, 24 + 8)
-    card = gpu_cost.Device("a card", flops=36.0, matrix=1.0, memory=36.0, link=12.0)
+    card = gpu_cost.Device("a card", flops=36.0, matrix=60.0, memory=36.0, link=12.0, mma=False)
     assert score.seconds(card) == 360 / 36 + 1
+    # two products of halves for each of the 120 products of K, by matrix units
+    card = gpu_cost.Device("another", flops=24.0, matrix=60.0, memory=36.0, link=12.0, mma=True)
+    assert score.seconds(card) == 240 / 24 + 2 * 120 / 60 + 1
     assert gpu_cost.prefill(gpu_cost.Model(1, 1, 1, 2, 10.0), 3) == 60 + 36
 
 
