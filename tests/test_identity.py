@@ -31,7 +31,12 @@ def build_stock(folder: Path) -> Path:
         pip = [str(python), "-m", "pip", "install", "--quiet"]
         # pip's cache may hold a wheel of it without libraries: the one that our own set-up builds
         build = ["--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python"]
-        subprocess.run([*pip, *build, *source], check=True)
+        environment = dict(os.environ)
+        if sys.platform == "linux":
+            # GCC's error with AMX would end the process here, too, before there is anything to compare
+            flags = f"-DCMAKE_CXX_FLAGS=-include{ROOT / 'native' / 'ggml' / 'cpu' / 'amx-compat.h'}"
+            environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} {flags}".strip()
+        subprocess.run([*pip, *build, *source], check=True, env=environment)
         subprocess.run([*pip, "numpy", "typing-extensions", "diskcache", "jinja2"], check=True)
         done.touch()
     return python
