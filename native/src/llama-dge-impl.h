@@ -25,6 +25,9 @@ bool llama_dge_move_fails();
 // the same, as a backend tells that it cannot copy: throws std::runtime_error
 void llama_dge_check_move();
 
+// values in range, and settings that go together
+bool llama_dge_params_ok(const llama_dge_params & p);
+
 // a choice among the parked rows, made here or by a thread
 struct llama_dge_choice;
 

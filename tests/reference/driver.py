@@ -1,178 +1,24 @@
 """Thin access to llama.cpp and to llama-dge.h for tests.
 
-The declarations of llama-dge.h are repeated here on purpose: the tests must not depend on the package's own bindings,
-and a difference between the two shows up as a failure. Forced token sequences need the low-level API.
+Forced token sequences need the low-level API. What the header declares is in declarations.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .declarations import *  # noqa: F403, a part of this module for its users
+from .declarations import ENUMS, OK, MemoryInfo, SeqInfo, dge_library, llama, raw_select
 from .rounding import GGML_TYPES
 
-ABI_VERSION = 6
-
-OK, NOTHING_TO_CUT = 0, 1
-ERR_PARAMS, ERR_UNSUPPORTED, ERR_DISABLED, ERR_SEQ, ERR_QUERIES = -1, -2, -3, -4, -5
-ERR_SHARED, ERR_CUT, ERR_MEMORY, ERR_COMPUTE, ERR_ABORTED = -6, -7, -8, -9, -10
-STATE_FULL, STATE_ARMED, STATE_CUT = 0, 1, 2
-ERR_CALLBACK, ERR_PARK, ERR_LOST = -11, -12, -13
-POLICIES = {"snapkv": 0, "streamingllm": 1, "pyramidkv": 2, "h2o": 3, "custom": 4}
-SCORES = {"draft": 0, "policy": 1, "both": 2}
-POOLINGS = {"none": 0, "max": 1, "avg": 2}
-LAYER_BUDGETS = {"exact": 0, "reference": 1}
-HEAD_BUDGETS = {"uniform": 0, "adaptive": 1, "table": 2}
-PARKS = {"off": 0, "ram": 1, "disk": 2}
-ENUMS = {
-    "park": PARKS,
-    "policy": POLICIES,
-    "scores": SCORES,
-    "pooling": POOLINGS,
-    "draft_pooling": POOLINGS,
-    "layer_budgets": LAYER_BUDGETS,
-    "head_budgets": HEAD_BUDGETS,
-}
-
-NAN_F16 = 0x7E00
-LARGE_F16 = 0x6BCD  # 3994 in f16, 4.9e26 in bf16: finite, and far from every value of the models
-
 Logits = npt.NDArray[np.float32]
-
-
-# choice of one layer's rows: select(layer, n, scores [n_head_kv, n_past], rows [n_head_kv, n_past], n_rows [n_head_kv])
-Select = Callable[[int, int, npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.int32]], int]
-_I32_P, _F32_P = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_float)
-_SELECT = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, *[ctypes.c_int32] * 4, _F32_P, _I32_P, _I32_P
-)  # llama_dge_select_callback
-
-
-def _raw_select(function: Select) -> Any:
-    def call(_: Any, il: int, n_head: int, n_past: int, n: int, scores: Any, rows: Any, n_rows: Any) -> int:
-        as_array = np.ctypeslib.as_array
-        shape = (n_head, n_past)
-        return function(il, n, as_array(scores, shape), as_array(rows, shape), as_array(n_rows, (n_head,)))
-
-    return _SELECT(call)
-
-
-class Params(ctypes.Structure):
-    """struct llama_dge_params"""
-
-    _fields_ = [
-        ("policy", ctypes.c_int32),
-        ("scores", ctypes.c_int32),
-        ("pooling", ctypes.c_int32),
-        ("draft_pooling", ctypes.c_int32),
-        ("kernel_size", ctypes.c_int32),
-        ("budget", ctypes.c_int32),
-        ("budget_share", ctypes.c_float),
-        ("draft_tokens", ctypes.c_int32),
-        ("window", ctypes.c_int32),
-        ("sinks", ctypes.c_int32),
-        ("layer_budgets", ctypes.c_int32),
-        ("head_budgets", ctypes.c_int32),
-        ("table", ctypes.POINTER(ctypes.c_int32)),
-        ("n_table", ctypes.c_int32),
-        ("select", ctypes.c_void_p),
-        ("select_user_data", ctypes.c_void_p),
-        ("park", ctypes.c_int32),
-        ("park_dir", ctypes.c_char_p),
-        ("park_limit", ctypes.c_int64),
-        ("refresh", ctypes.c_int32),
-        ("refresh_mass", ctypes.c_float),
-        ("refresh_overlap", ctypes.c_bool),
-    ]
-
-
-class SeqInfo(ctypes.Structure):
-    """struct llama_dge_seq_info"""
-
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in ("state", "error", "n_prompt", "n_draft", "budget")),
-        *((name, ctypes.c_int32) for name in ("n_rows_before", "n_rows_after", "n_rows", "n_kv", "n_layer")),
-        *((name, ctypes.c_int32) for name in ("boundary", "pos_min")),
-        *((name, ctypes.c_int64) for name in ("bytes_before", "bytes_after", "bytes_kept")),
-        *((name, ctypes.c_int64) for name in ("t_score_us", "t_select_us", "t_compact_us", "n_cuts")),
-        *((name, ctypes.c_int32) for name in ("n_parked", "n_restored")),
-        *((name, ctypes.c_int64) for name in ("bytes_parked", "t_park_us", "t_restore_us")),
-        *((name, ctypes.c_int64) for name in ("n_refresh", "n_checks", "n_moved", "t_refresh_us")),
-    ]
-
-    def as_dict(self) -> dict[str, int]:
-        return {name: int(getattr(self, name)) for name, _ in self._fields_}
-
-
-class MemoryInfo(ctypes.Structure):
-    """struct llama_dge_memory_info"""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("weights", "kv", "kv_max", "other", "compute", "dge", "parked")),
-        *((name, ctypes.c_int32) for name in ("n_cells", "n_cells_max")),
-    ]
-
-    def as_dict(self) -> dict[str, int]:
-        return {name: int(getattr(self, name)) for name, _ in self._fields_}
-
-
-def llama() -> Any:
-    """The module llama_cpp.llama_cpp, quiet."""
-    import llama_cpp.llama_cpp as module
-
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL + 1)
-    return module
-
-
-@cache
-def dge_library() -> Any:
-    """The loaded libllama with the functions of llama-dge.h declared; AttributeError where it has none."""
-    # a handle of our own: the package declares the same functions, with its own types, on llama_cpp's
-    lib: Any = ctypes.CDLL(llama()._lib._name)
-    ctx, i32 = ctypes.c_void_p, ctypes.c_int32
-    pos_p, params_p, info_p = ctypes.POINTER(i32), ctypes.POINTER(Params), ctypes.POINTER(SeqInfo)
-    signatures: dict[str, tuple[Any, list[Any]]] = {
-        "llama_dge_abi_version": (i32, []),
-        "llama_dge_default_params": (Params, []),
-        "llama_dge_status_str": (ctypes.c_char_p, [i32]),
-        "llama_dge_supported": (i32, [ctx, ctypes.c_char_p, ctypes.c_size_t]),
-        "llama_dge_enable": (i32, [ctx, params_p]),
-        "llama_dge_disable": (i32, [ctx]),
-        "llama_dge_seq_arm": (i32, [ctx, i32, i32]),
-        "llama_dge_seq_disarm": (i32, [ctx, i32]),
-        "llama_dge_seq_cut": (i32, [ctx, i32]),
-        "llama_dge_seq_reuse": (i32, [ctx, i32, i32, i32]),
-        "llama_dge_get_seq_info": (i32, [ctx, i32, info_p]),
-        "llama_dge_get_layers": (i32, [ctx, pos_p, i32]),
-        "llama_dge_get_n_head_kv": (i32, [ctx, i32]),
-        "llama_dge_get_kept": (i32, [ctx, i32, i32, i32, pos_p, i32]),
-        "llama_dge_seq_restore": (i32, [ctx, i32, i32]),
-        "llama_dge_seq_get_queries": (ctypes.c_size_t, [ctx, i32, ctypes.c_void_p, ctypes.c_size_t]),
-        "llama_dge_seq_set_queries": (i32, [ctx, i32, ctypes.c_void_p, ctypes.c_size_t]),
-        "llama_dge_set_elastic": (None, [ctypes.c_bool]),
-        "llama_dge_is_elastic": (ctypes.c_bool, [ctx]),
-        "llama_dge_elastic_cells": (i32, [i32, i32]),
-        "llama_dge_fingerprint": (ctypes.c_uint64, [ctx]),
-        "llama_dge_get_memory": (None, [ctx, ctypes.POINTER(MemoryInfo)]),
-        "llama_dge_debug_poison": (i32, [ctx, ctypes.c_uint16]),
-        "llama_dge_debug_seq_rm": (ctypes.c_bool, [ctx, i32, i32, i32]),
-        "llama_dge_debug_fail_alloc": (None, [i32]),
-        "llama_dge_debug_fail_move": (None, [i32]),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-    if lib.llama_dge_abi_version() != ABI_VERSION:
-        raise RuntimeError(f"the tests are written for ABI {ABI_VERSION}, not {lib.llama_dge_abi_version()}")
-    return lib
 
 
 @contextmanager
@@ -395,7 +241,7 @@ class Context:
                 params.table, params.n_table = (ctypes.c_int32 * len(flat))(*flat), len(flat)
             elif name == "select":
                 # the library calls it as long as it is enabled
-                self._select = _raw_select(value)
+                self._select = raw_select(value)
                 params.select = ctypes.cast(self._select, ctypes.c_void_p)
             else:
                 if name == "park_dir":
