@@ -196,6 +196,8 @@ def test_longbench_rules() -> None:
     assert longbench.score("Bobby", prompt("hotpotqa", "Bob", "Bobby")) == 1.0
     assert longbench.score("3", prompt("passage_retrieval_en", "Paragraph 3")) == 1.0
     assert longbench.max_tokens(prompt("gov_report")) == 512
+    # a limit of the user shortens long answers and makes no short one longer
+    assert [longbench.max_tokens(prompt(name), 128) for name in ("gov_report", "triviaqa")] == [128, 32]
     assert longbench.stop(prompt("hotpotqa")) is None
     stop = longbench.stop(prompt("samsum"))
     assert stop is not None and stop(b"\nline\n") and not stop(b"\nline")

@@ -119,7 +119,7 @@ def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int | None) 
         type=at_least(1),
         default=max_tokens,
         metavar="N",
-        help=f"length of an answer ({max_tokens or 'as the protocol says'})",
+        help=f"length of an answer ({max_tokens})" if max_tokens else "at most so many, and as the protocol says",
     )
     parser.add_argument(
         "--kl-tokens", type=at_least(1), default=64, metavar="N", help="of the answer that are compared (64)"
@@ -163,7 +163,7 @@ def _longbench(args: argparse.Namespace) -> int:
         return prompts
 
     def max_tokens(prompt: Prompt) -> int:
-        most = longbench.max_tokens(prompt) if args.max_tokens is None else int(args.max_tokens)
+        most = longbench.max_tokens(prompt, args.max_tokens)
         return min(most, 8) if args.quick else most
 
     return _run(args, make, score=longbench.score, max_tokens=max_tokens, stop=longbench.stop)

@@ -221,9 +221,9 @@ def check_libraries(prompts: Sequence[Prompt]) -> None:
             SETS[name].metric("a", "a", ())
 
 
-def max_tokens(prompt: Prompt) -> int:
-    """Return the length of an answer that the protocol allows."""
-    return SETS[prompt.set].max_tokens
+def max_tokens(prompt: Prompt, most: int | None = None) -> int:
+    """Return the length of an answer by the protocol, or `most` if that is less."""
+    return min(SETS[prompt.set].max_tokens, most or SETS[prompt.set].max_tokens)
 
 
 def stop(prompt: Prompt) -> Stop | None:
