@@ -46,6 +46,9 @@ def find_toolkit(install: bool) -> Path:
     if nvcc is not None and has_cublas(nvcc.resolve().parent.parent):
         return nvcc.resolve().parent.parent
     root = install_wheels(TOOLKIT, ROOT / "requirements/cuda-link.txt").parent.parent
+    # where nvcc looks for what it links to every program
+    if not (root / "lib64").exists():
+        (root / "lib64").symlink_to("lib")
     for name in LIBRARIES:
         link = root / "lib" / f"lib{name}.so"
         if not link.exists():
