@@ -92,6 +92,31 @@ def test_an_interrupted_run_goes_on(needle: Callable[..., Path], monkeypatch: py
     assert [row["arm"] for row in more[12:]] == ["streamingllm:k=1,budget=32"] * 4
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kl-tokens", "3"], "'kl_tokens': 64}, not {'max_tokens': 6, 'kl_tokens': 3}: take another file"),
+        (["--max-tokens", "5"], "limits {'max_tokens': 6, 'kl_tokens': 64}, not {'max_tokens': 5"),
+        (["--type-k", "q8_0"], "with cache {'type_k': 'f16'"),
+    ],
+)
+def test_rows_that_do_not_compare_are_refused(
+    needle: Callable[..., Path],
+    zoo: Zoo,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    """A file goes on with the same cache and lengths only."""
+    out = needle("--arms", "full")
+    before = out.read_bytes()
+    with pytest.raises(AssertionError):  # the command ends with 1
+        needle("--arms", "full", "dge:k=2,budget=32", *options)
+    assert message in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
 def test_damaged_files(needle: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text("nonsense\n", encoding="utf-8")

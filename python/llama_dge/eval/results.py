@@ -23,6 +23,9 @@ _VERSION = 1
 Row = dict[str, Any]
 Key = tuple[str, str, str, str, str]
 
+# what a row was made with beside its settings: rows that differ in these do not compare
+_MADE_WITH = ("cache", "limits")
+
 
 class ResultsError(RuntimeError):
     """A file of results cannot be read or does not fit."""
@@ -58,6 +61,10 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield row
 
 
+def _made_with(row: Row) -> Row:
+    return {name: row[name] for name in _MADE_WITH if name in row}
+
+
 class Results:
     """A file that rows are added to.
 
@@ -69,9 +76,9 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.done: set[Key] = set()
+        self.done: dict[Key, Row] = {}
         if path.exists():
-            self.done = {key_of(row) for row in read_rows(path)}
+            self.done = {key_of(row): _made_with(row) for row in read_rows(path)}
             data = path.read_bytes()
             complete = data.rfind(b"\n") + 1
             if complete < len(data):
@@ -86,13 +93,26 @@ class Results:
     ) -> None:
         self._file.close()
 
-    def has(self, prompt: Prompt, arm: str, model_sha256: str) -> bool:
-        """Tell whether the row is there."""
-        return (prompt.task, prompt.id, prompt.sha256, arm, model_sha256) in self.done
+    def has(self, prompt: Prompt, arm: str, about: Row) -> bool:
+        """Tell whether the row is there.
+
+        Raises
+        ------
+        ResultsError
+            It is, but was made with another cache or another length of answers.
+        """
+        made = self.done.get((prompt.task, prompt.id, prompt.sha256, arm, about["model_sha256"]))
+        if made is None:
+            return False
+        for name, value in _made_with(about).items():
+            if made.get(name, value) != value:
+                mismatch = f"{prompt.id}, {arm} with {name} {made[name]}, not {value}"
+                raise ResultsError(f"{self._path} has {mismatch}: take another file for --out")
+        return True
 
     def add(self, row: Row) -> None:
         """Add a row, in one piece."""
-        self.done.add(key_of(row))
+        self.done[key_of(row)] = _made_with(row)
         self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
         self._file.flush()
 

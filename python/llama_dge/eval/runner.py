@@ -60,9 +60,10 @@ def run_prompts(
     """
     n_added = 0
     start = time.monotonic()
-    wanted = [[arm for arm in arms if not results.has(prompt, arm.name, about["model_sha256"])] for prompt in prompts]
+    told = [{**about, "limits": {"max_tokens": max_tokens(prompt), "kl_tokens": kl_tokens}} for prompt in prompts]
+    wanted = [[arm for arm in arms if not results.has(prompt, arm.name, of)] for prompt, of in zip(prompts, told)]
     n_missing = sum(map(len, wanted))
-    for prompt, missing in zip(prompts, wanted):
+    for prompt, of, missing in zip(prompts, told, wanted):
         if not missing:
             continue
         for result in engine.run(
@@ -78,7 +79,7 @@ def run_prompts(
                 value = score(result.text, prompt)
                 before = result.tokens[: result.n_before_cut] if result.cut else result.tokens
                 draft = score(engine.answer_text(before), prompt)
-            results.add(row_of(prompt, result, score=value, score_draft=draft, about=about))
+            results.add(row_of(prompt, result, score=value, score_draft=draft, about=of))
             n_added += 1
             seconds = time.monotonic() - start
             left = seconds / n_added * (n_missing - n_added)
