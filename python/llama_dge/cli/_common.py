@@ -15,6 +15,7 @@ import llama_cpp
 from llama_cpp._internals import LlamaModel
 
 from .. import _native, models
+from .._pieces import piece
 from ..llama import Llama
 from ..stats import DGEStats
 
@@ -199,7 +200,7 @@ def answer(
             n_yielded += 1
             if llama_cpp.llama_vocab_is_eog(vocab, token):
                 break
-            emit(llm.detokenize([token]))
+            emit(piece(vocab, token))
             if n_yielded >= max_tokens:
                 break
         emit(b"", final=True)

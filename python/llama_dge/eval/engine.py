@@ -10,6 +10,7 @@ import llama_cpp
 import numpy as np
 
 from .. import _native
+from .._pieces import join
 from ..config import DGEConfig
 from ..llama import Llama
 from ..stats import DGEStats
@@ -359,7 +360,7 @@ class Engine:
 
     def _raw(self, tokens: list[int]) -> bytes:
         ends = tokens and llama_cpp.llama_vocab_is_eog(self._vocab, tokens[-1])
-        return self._llm.detokenize(tokens[:-1] if ends else tokens)
+        return join(self._vocab, tokens[:-1] if ends else tokens)
 
     def _text(self, tokens: list[int]) -> str:
         return self._raw(tokens).decode("utf-8", "replace")

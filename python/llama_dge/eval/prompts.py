@@ -10,6 +10,8 @@ from typing import Any
 from llama_cpp._internals import LlamaModel
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
+from .._pieces import join
+
 STYLES = ("auto", "chat", "completion")
 
 
@@ -101,7 +103,7 @@ class Prompter:
             return text
         n_first = n_tokens // 2
         first, last = tokens[:n_first], tokens[len(tokens) - (n_tokens - n_first) :]
-        return "".join(self._model.detokenize(part).decode("utf-8", "ignore") for part in (first, last))
+        return "".join(join(self._model.vocab, part).decode("utf-8", "ignore") for part in (first, last))
 
     def _tokenize(self, text: str, add_bos: bool = False, special: bool = False) -> list[int]:
         tokens: list[int] = self._model.tokenize(text.encode("utf-8"), add_bos, special)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import __version__, _native
+from .._pieces import piece
 from ..config import DGEConfig
 from ..llama import Llama
 from ..stats import DGEMemory, DGEStats
@@ -204,18 +204,7 @@ def token_texts(llm: Llama, tokens: Sequence[int]) -> list[str]:
     """Return the text of each token; where a character has several tokens, its last one has it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     vocab = llama_cpp.llama_model_get_vocab(llm.model)
-    texts = [decoder.decode(_piece(vocab, token)) for token in tokens]
+    texts = [decoder.decode(piece(vocab, token, special=True)) for token in tokens]
     if texts:
         texts[-1] += decoder.decode(b"", True)
     return texts
-
-
-def _piece(vocab: Any, token: int) -> bytes:
-    """Return the bytes of a token, however long; `detokenize` of the stock class takes 32 at most."""
-    size = 64
-    while True:
-        buffer = ctypes.create_string_buffer(size)
-        n: int = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, True)
-        if n >= 0:
-            return buffer.raw[:n]
-        size = -n
