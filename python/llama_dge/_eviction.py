@@ -32,19 +32,21 @@ class EvictingLlama(llama_cpp.Llama):
     _dge_last_token: int | None
     _dge_text_end: int
     _dge_turns: Turns
+    _dge_cut_by: DGEConfig | None
 
     def _dge_enable(self, config: DGEConfig) -> None:
         reason = _native.supported(self.ctx)
         if reason is None:
             try:
                 self._dge_callback = _native.enable(self.ctx, config)
-            except (_native.DGEError, ValueError) as error:
+            except _native.DGEError as error:
                 if config.strict:
                     raise
                 reason = str(error)
         elif config.strict:
             raise ValueError(f"dge: this model cannot be cut: {reason} (strict=False runs it without eviction)")
         if reason is not None:
+            self._dge_switch_off()
             self._dge_warn("supported", f"running without eviction: {reason}")
             return
         self._dge_on = True
@@ -52,6 +54,15 @@ class EvictingLlama(llama_cpp.Llama):
         logger.info(line)
         if self.verbose:
             print(f"llama_dge: {line}", file=sys.stderr)  # noqa: T201  # as the stock class does
+
+    def _dge_switch_off(self) -> None:
+        if not self._dge_on:
+            return
+        if self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut":
+            self._dge_clear()
+        _native.disable(self.ctx)
+        self._dge_on = False
+        self._dge_callback = None
 
     def _dge_warn(self, kind: str, text: str) -> None:
         # once per instance and kind, whatever the warning filters say
@@ -68,6 +79,7 @@ class EvictingLlama(llama_cpp.Llama):
             tokens = before[start:] + list(tokens)
         try:
             super().eval(tokens)
+            _native.raise_interrupt(self._dge_callback)
         except BaseException as error:
             lost = _native.is_lost(self.ctx, SEQ)
             self._dge_clear()  # some of the batch may be in the cache, and a cut may have been due in it
@@ -112,9 +124,10 @@ class EvictingLlama(llama_cpp.Llama):
                 # through reset() where it cannot
                 return
             # The prompt is what the cache holds, or that and the last token of the answer, which is not in the cache
-            # yet: nothing new is asked, the answer goes on.
+            # yet: nothing new is asked, the answer goes on. Not where set_dge asks for another cut since.
             rest = tokens[match:]
-            if match == self.n_tokens and rest in ([], [self._dge_last_token]):
+            same_cut = self._dge_cut_by in (None, config)
+            if same_cut and match == self.n_tokens and rest in ([], [self._dge_last_token]):
                 return
             match = self._dge_restore(match)
 
@@ -155,6 +168,7 @@ class EvictingLlama(llama_cpp.Llama):
             self._dge_warn("arm", f"this prompt is not cut: {self._dge_arm_error} (status {status})")
         if status != _native.OK:
             return None
+        self._dge_cut_by = self._dge_config_in_force
         return self.n_tokens + self._dge_config_in_force.draft_tokens
 
     def _dge_report(self) -> None:

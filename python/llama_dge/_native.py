@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
@@ -133,7 +134,14 @@ def _bind(name: str, restype: Any, *argtypes: Any) -> Any:
     return function
 
 
-_CTX = ctypes.c_void_p
+class _CTX(ctypes.c_void_p):
+    @classmethod
+    def from_param(cls, ctx: Any) -> Any:
+        if ctx is None:  # the library would follow it
+            raise RuntimeError("the model is closed")
+        return ctypes.c_void_p.from_param(ctx)
+
+
 _SEQ = ctypes.c_int32
 
 _default_params = _bind("llama_dge_default_params", _Params)
@@ -216,12 +224,25 @@ def _select_callback(policy: Policy) -> Any:
                     raise ValueError(f"head {head}: rows must be in 0 .. {n_past - 1}, got {array!r}")
                 n_rows[head] = len(values)
                 np.ctypeslib.as_array(rows, (n_head, n_past))[head, : len(values)] = values
-        except BaseException:  # an exception cannot cross the library; the cut is refused instead
+        except BaseException as error:  # an exception cannot cross the library; the cut is refused instead
+            if not isinstance(error, Exception):
+                callback.interrupt = error
+                return 1
             logger.exception("the policy %r failed in layer %d, so the cache is not cut", policy, layer)
             return 1
         return 0
 
-    return _SelectCallback(call)
+    callback: Any = _SelectCallback(call)
+    callback.interrupt = None
+    return callback
+
+
+def raise_interrupt(callback: Any) -> None:
+    """Raise the KeyboardInterrupt, or its like, that came while a policy was choosing, if there was one."""
+    interrupt = getattr(callback, "interrupt", None)
+    if interrupt is not None:
+        callback.interrupt = None
+        raise interrupt
 
 
 def enable(ctx: int, config: DGEConfig) -> Any:
@@ -248,8 +269,10 @@ def enable(ctx: int, config: DGEConfig) -> Any:
     else:
         params.budget = config.budget
         params.budget_share = 0.0
-    params.draft_tokens = config.draft_tokens
-    params.window = config.window
+    # queries are held for as many tokens, and no prompt is longer
+    n_ctx = llama_cpp.llama_n_ctx(ctx)
+    params.draft_tokens = min(config.draft_tokens, n_ctx)
+    params.window = min(config.window, n_ctx)
     params.sinks = config.sinks
     params.layer_budgets = _LAYER_BUDGETS[config.layer_budgets]
     if isinstance(config.head_budgets, str):

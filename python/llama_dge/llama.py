@@ -63,7 +63,8 @@ class Llama(EvictingLlama):
     - A decode that fails, or is interrupted, empties the cache; the next call starts over.
     - With `draft_model`, logits of all tokens are kept (n_ctx x n_vocab floats), which llama_cpp.Llama needs as well
       but does not allocate, so that it fails where the prompt is longer than n_batch. It proposes nothing before the
-      cut. With `refresh`, more than 16 proposals in vain may put off a choice.
+      cut. With `refresh`, rows are chosen again after other tokens than without it, so answers may differ; more than 16
+      proposals in vain may put off a choice.
 
     Examples
     --------
@@ -85,6 +86,7 @@ class Llama(EvictingLlama):
         self._dge_last_token: int | None = None  # last token that generate() yielded
         self._dge_text_end = 0  # positions below were filled by eval(), that is by tokens and not by images
         self._dge_turns = Turns()
+        self._dge_cut_by: DGEConfig | None = None  # what the cut was made with; None where a state brought it
 
         unknown = sorted(name for name in kwargs if name.startswith("dge"))
         if unknown:
@@ -109,7 +111,8 @@ class Llama(EvictingLlama):
     def set_dge(self, dge: bool | Mapping[str, Any] | DGEConfig | None) -> None:
         """Change the settings for the prompts to come.
 
-        A prompt that was cut already stays as it is. `elastic` is decided by the constructor.
+        A cut that was made already stays until the next call; if that goes on with the answer, it is made anew.
+        `elastic` is decided by the constructor.
 
         Parameters
         ----------
@@ -127,13 +130,11 @@ class Llama(EvictingLlama):
         with self._dge_turns.call():
             if config is not None:
                 self._dge_enable(config)
-            elif self._dge_on:
-                if self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut":
-                    self._dge_clear()
-                _native.disable(self.ctx)
-                self._dge_on = False
-                self._dge_callback = None
+            else:
+                self._dge_switch_off()
             self.dge_config = config
+            if self._dge_on and self.cache is not None and not isinstance(self.cache, UncutStates):
+                self.set_cache(self.cache)
 
     # what users read
 
@@ -147,16 +148,17 @@ class Llama(EvictingLlama):
         """What the last cut did and what the cache holds now; None before any prompt and where eviction is off."""
         if not self._dge_on or self.ctx is None or self.n_tokens == 0:
             return None
-        stats = _native.seq_stats(self.ctx, SEQ)
-        if stats.error is None and self._dge_arm_error is not None:
-            stats = dataclasses.replace(stats, error=self._dge_arm_error)
-        if stats.state == "cut":
-            rows = tuple(
-                tuple(_native.n_kept(self.ctx, SEQ, layer, head) for head in range(_native.n_head_kv(self.ctx, layer)))
-                for layer in self.dge_layers
-            )
-            stats = dataclasses.replace(stats, rows_by_head=rows)
-        return stats
+        with self._dge_turns.look():
+            stats = _native.seq_stats(self.ctx, SEQ)
+            if stats.error is None and self._dge_arm_error is not None:
+                stats = dataclasses.replace(stats, error=self._dge_arm_error)
+            if stats.state == "cut":
+                rows = tuple(
+                    tuple(_native.n_kept(self.ctx, SEQ, i, head) for head in range(_native.n_head_kv(self.ctx, i)))
+                    for i in self.dge_layers
+                )
+                stats = dataclasses.replace(stats, rows_by_head=rows)
+            return stats
 
     @property
     def dge_memory(self) -> DGEMemory:
@@ -196,7 +198,8 @@ class Llama(EvictingLlama):
         n_head = _native.n_head_kv(self.ctx, layer)
         if head not in range(n_head):
             raise ValueError(f"head={head!r}: layer {layer} has the KV heads 0 .. {n_head - 1}")
-        return _native.kept(self.ctx, SEQ, layer, head)
+        with self._dge_turns.look():
+            return _native.kept(self.ctx, SEQ, layer, head)
 
     def evict(self) -> bool:
         """Cut the cache now. For code that calls `eval` and `sample` itself; `generate` cuts without it.
@@ -221,18 +224,27 @@ class Llama(EvictingLlama):
             raise RuntimeError("evict: a prompt with images or audio cannot be cut")
         with self._dge_turns.look():
             try:
-                return _native.seq_cut(self.ctx, SEQ)
+                cut = _native.seq_cut(self.ctx, SEQ)
             except _native.DGEError as error:
                 if error.status == _native.ERR_LOST:
                     self._dge_clear()
+                _native.raise_interrupt(self._dge_callback)
                 raise
+            self._dge_cut_by = self.dge_config
+            return cut
 
     # the stock methods that must know about a cut
+
+    def close(self) -> None:
+        """Free the model. Whatever asks the library about it raises an error afterwards."""
+        self._dge_on = False
+        super().close()
 
     def reset(self) -> None:
         """Reset the model state, eviction included."""
         with self._dge_turns.call():
             super().reset()  # type: ignore[no-untyped-call]
+            self._dge_text_end = 0
             if self._dge_on:
                 self._dge_clear()
 
@@ -245,7 +257,10 @@ class Llama(EvictingLlama):
             llama_decode failed. With eviction on, the cache is empty then. A DGEError where a device failed in a cut.
         """
         if not self._dge_on:
+            start = self.n_tokens
             super().eval(tokens)
+            if start <= self._dge_text_end:  # set_dge may turn eviction on later
+                self._dge_text_end = self.n_tokens
             return
         with self._dge_turns.call():
             self._dge_eval(tokens)
@@ -352,6 +367,7 @@ class Llama(EvictingLlama):
                 raise
         self._dge_text_end = saved.get("text_end", self.n_tokens)
         self._dge_last_token = saved.get("last_token")
+        self._dge_cut_by = None
 
     def _dge_fitted(self, state: llama_cpp.LlamaState) -> llama_cpp.LlamaState:
         """A copy of a state whose arrays have the sizes of this instance, which the stock class takes for granted."""

@@ -35,6 +35,7 @@ CACHE_TYPES = {
     "q4_0": 2,
     "iq4_nl": 20,
 }
+UNQUANTISED = ("f32", "f16", "bf16")
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +114,7 @@ def cache_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the parameters of `Llama` that the options of `add_cache_options` stand for."""
     flash_attn = args.flash_attn
     if flash_attn is None:
-        flash_attn = args.type_v not in ("f32", "f16", "bf16")
+        flash_attn = args.type_v not in UNQUANTISED
     return {
         "flash_attn": flash_attn,
         "type_k": CACHE_TYPES[args.type_k],

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 from ..config import DGEConfig
 from ._common import CLIError, Progress, model_path
 from ._options import (
+    CACHE_TYPES,
+    UNQUANTISED,
     add_cache_options,
     add_dge_options,
     add_model,
     add_threads,
     add_verbose,
     at_least,
-    cache_settings,
     given_dge_options,
 )
 
@@ -46,6 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--alias", metavar="NAME", help="name of the model for clients (MODEL)")
     parser.add_argument("--n-ctx", type=at_least(1), metavar="N", help="context of prompt and answer (2048)")
     add_cache_options(parser)
+    parser.set_defaults(type_k=None, type_v=None)  # whatever the environment or --set says
     add_threads(parser)
     parser.add_argument("--chat-format", metavar="NAME", help="format of llama-cpp-python (the model's template)")
     parser.add_argument(
@@ -101,8 +103,8 @@ def _configured(args: argparse.Namespace) -> FastAPI:
         os.environ["CONFIG_FILE"] = args.config
     elif "MODEL" not in os.environ and "CONFIG_FILE" not in os.environ:
         raise CLIError("give a MODEL, or --config")
-    own = ("alias", "n_ctx", "flash_attn", "threads", "chat_format", "set", "dge", "full", "api_key")
-    given = [name for name in own if getattr(args, name)] + list(given_dge_options(args))
+    own = ("alias", "n_ctx", "flash_attn", "type_k", "type_v", "threads", "chat_format", "set", "dge", "full")
+    given = [name for name in (*own, "api_key") if getattr(args, name)] + list(given_dge_options(args))
     if given:
         raise CLIError(f"{', '.join('--' + name.replace('_', '-') for name in given)}: needs MODEL")
     return server.create_app()
@@ -114,6 +116,8 @@ def _settings(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for text in args.set:
         name, equals, value = text.partition("=")
+        if name == "dge":
+            raise CLIError(f"--set {text}: use --dge JSON")
         if not equals or name not in Settings.model_fields:
             raise CLIError(f"--set {text}: must be NAME=VALUE with one of {', '.join(sorted(Settings.model_fields))}")
         try:
@@ -129,13 +133,24 @@ def _settings(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "dge": _dge(args),
     }
     given.update({name: value for name, value in options.items() if value is not None})
-    if args.flash_attn is not None or args.type_k != "f16" or args.type_v != "f16":
-        given.update(cache_settings(args))
+    given.update(_cache(args))
     if args.verbose or "VERBOSE" not in os.environ:
         given.setdefault("verbose", args.verbose)
-    given["model_alias"] = args.alias or args.model
+    if args.alias or not ("model_alias" in given or "MODEL_ALIAS" in os.environ):
+        given["model_alias"] = args.alias or args.model
     given["model"] = str(model_path(args.model, progress))
     return given
+
+
+def _cache(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what the options say of the cache, and nothing else: the environment or --set may say the rest."""
+    types = {name: getattr(args, name) for name in ("type_k", "type_v")}
+    settings: dict[str, Any] = {name: CACHE_TYPES[value] for name, value in types.items() if value is not None}
+    if args.flash_attn is not None:
+        settings["flash_attn"] = args.flash_attn
+    elif types["type_v"] not in (None, *UNQUANTISED):
+        settings["flash_attn"] = True
+    return settings
 
 
 def _dge(args: argparse.Namespace) -> Any:

@@ -62,7 +62,10 @@ class ErrorHandler(errors.RouteErrorHandler):
             return 400, _invalid("; ".join(problems), None)
         if isinstance(error, served.Gone):
             return 503, {"message": str(error), "type": "cancelled", "param": None, "code": None}
-        return super().error_message_wrapper(error, body)
+        status, answer = super().error_message_wrapper(error, body)
+        if status >= 500 and isinstance(error, ValueError):  # llama_cpp.Llama's way to refuse a parameter
+            return 400, _invalid(str(error), None)
+        return status, answer
 
 
 def _invalid(message: str, param: str | None) -> errors.ErrorResponse:
@@ -78,7 +81,8 @@ class Watch:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in (*_COMPLETIONS, _CHAT):
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))  # a proxy's prefix
+        if scope["type"] != "http" or scope["method"] != "POST" or path not in (*_COMPLETIONS, _CHAT):
             await self._app(scope, receive, send)
             return
         request = served.Request(self._service)
@@ -145,6 +149,8 @@ def _router(service: served.Service) -> APIRouter:
     checked = [Depends(stock.authenticate)]
 
     async def create_completion(request: Request, body: CompletionRequest) -> Any:
+        if isinstance(body.prompt, list) and len(body.prompt) > 1:
+            raise ValueError(f"prompt: {len(body.prompt)} texts were given; send a request for each")
         return await _complete(stock.create_completion, served.Served.create_completion, request, body)
 
     async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Any:

@@ -63,6 +63,10 @@ class ConfigFileSettings(ServerSettings):
     models: List[ModelSettings] = Field(default=[], description="Settings of each model.")  # noqa: UP006
 
 
+#: Tokens of draft and window that a request may ask for, or as many as the server's own: queries are held for them.
+MOST_QUERIES = 1024
+
+
 class BadOverride(ValueError):
     """The `dge` of a request does not fit."""
 
@@ -97,6 +101,10 @@ def request_config(base: DGEConfig | None, override: object) -> DGEConfig | None
     try:
         fields = [field.name for field in dataclasses.fields(DGEConfig)]
         DGEConfig.from_any({name: value for name, value in override.items() if name not in fields})  # raises if any
-        return dataclasses.replace(start, **override)
+        config = dataclasses.replace(start, **override)
     except (TypeError, ValueError) as error:
         raise BadOverride(str(error)) from error
+    n, most = config.draft_tokens + config.window, max(MOST_QUERIES, start.draft_tokens + start.window)
+    if n > most:
+        raise BadOverride(f"dge: draft_tokens and window are {n} together, and a request may have {most} of them")
+    return config

@@ -1,0 +1,203 @@
+"""llama_dge.Llama: settings that change between calls, calls after close(), interrupts in a policy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from llama_dge import DGEError
+from reference.instances import CUT, Instances, assert_cut, greedy, instances
+from reference.scenario import tokens_of
+
+if TYPE_CHECKING:
+    from conftest import Zoo
+
+PROMPT = tokens_of(150, 0)
+FEWER = {**CUT, "budget": 16}
+
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
+
+
+@pytest.fixture
+def new_llm(zoo: Zoo) -> Iterator[Instances]:
+    with instances(zoo["g2"].path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("n_answered", [1, 5])
+@pytest.mark.parametrize("start", [None, CUT])
+def test_a_prompt_that_was_read_while_eviction_was_off(new_llm: Instances, start: Any, n_answered: int) -> None:
+    llm = new_llm(start)
+    llm.set_dge(None)
+    first = greedy(llm, PROMPT, n_answered)
+    llm.set_dge(CUT)
+    assert greedy(llm, PROMPT, 25) == greedy(new_llm(CUT), PROMPT, 25)
+    assert_cut(llm, len(PROMPT), 25)
+
+    prompt = [*PROMPT, *first]  # the answer goes on
+    llm.set_dge(None)
+    greedy(llm, prompt, n_answered)
+    llm.set_dge(CUT)
+    assert greedy(llm, prompt, 25) == greedy(new_llm(CUT), prompt, 25)
+    assert_cut(llm, len(prompt), 25, n_cuts=llm.dge_stats.n_cuts)
+
+
+@pytest.mark.parametrize("new_turn", ["restore", "reprefill"])
+def test_other_settings_cut_anew_where_an_answer_goes_on(new_llm: Instances, new_turn: str) -> None:
+    settings, fewer = {**CUT, "new_turn": new_turn}, {**FEWER, "new_turn": new_turn}
+    llm = new_llm(fewer)
+    prompt = [*PROMPT, *greedy(llm, PROMPT, 20)]
+    llm.set_dge(settings)
+    assert greedy(llm, prompt, 25) == greedy(new_llm(settings), prompt, 25)
+    assert_cut(llm, len(prompt), 25, settings, n_cuts=2)
+
+    # the same settings, as another object: one answer in two calls
+    llm = new_llm(settings)
+    whole = greedy(new_llm(settings), PROMPT, 40)
+    first = greedy(llm, PROMPT, 20)
+    llm.set_dge(dict(settings))
+    assert first + greedy(llm, [*PROMPT, *first], 20) == whole
+    assert llm.dge_stats.n_cuts == 1
+
+
+def test_evict_and_a_state_leave_a_cut_that_goes_on(new_llm: Instances) -> None:
+    llm = new_llm(FEWER)
+    first = greedy(llm, PROMPT, 20)
+    whole = greedy(new_llm(FEWER), PROMPT, 40)
+    state = llm.save_state()
+    other = new_llm(FEWER)
+    other.load_state(state)
+    assert first + greedy(other, [*PROMPT, *first], 20) == whole
+
+    llm = new_llm(CUT)
+    llm.eval(PROMPT)
+    assert llm.evict()
+    llm.set_dge(FEWER)
+    assert greedy(llm, PROMPT, 20) == greedy(new_llm(FEWER), PROMPT, 20)
+    assert_cut(llm, len(PROMPT), 20, FEWER, n_cuts=2)
+
+
+def test_settings_that_do_not_fit_the_model_are_an_error_even_if_not_strict(new_llm: Instances) -> None:
+    llm = new_llm({**CUT, "strict": False})
+    with pytest.raises(ValueError, match="head_budgets"):
+        llm.set_dge({**CUT, "head_budgets": [[32]], "strict": False})
+    assert greedy(llm, PROMPT, 20) == greedy(new_llm(CUT), PROMPT, 20)  # the old settings
+    with pytest.raises(ValueError, match="head_budgets"):
+        new_llm({**CUT, "head_budgets": [[32]], "strict": False})
+
+
+def test_eviction_that_cannot_be_switched_on_is_off(new_llm: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = new_llm(CUT)
+    greedy(llm, PROMPT, 20)
+
+    def fails(ctx: int, config: Any) -> None:
+        raise DGEError("enabling eviction", -5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_dge._native.enable", fails)
+        with pytest.warns(RuntimeWarning, match="without eviction"):
+            llm.set_dge({**FEWER, "strict": False})
+    assert not llm.dge_enabled and llm.dge_stats is None
+    assert greedy(llm, PROMPT, 20) == greedy(new_llm(), PROMPT, 20)
+
+
+def test_queries_are_held_for_no_more_tokens_than_the_context_has(new_llm: Instances) -> None:
+    few, many = new_llm({**CUT, "draft_tokens": 1023}), new_llm({**CUT, "draft_tokens": 1 << 24})
+    assert many.dge_memory.dge <= 1.01 * few.dge_memory.dge
+    assert greedy(many, PROMPT, 20) == greedy(new_llm(), PROMPT, 20)
+
+
+def test_set_cache_before_eviction_is_on(new_llm: Instances) -> None:
+    llm = new_llm()
+    llm.set_cache(llama_cpp.LlamaRAMCache())
+    llm.set_dge(CUT)
+    settings = {"max_tokens": 12, "temperature": 0.0, "logit_bias": {2: -100}}
+    llm.create_completion(PROMPT, **settings)
+    assert llm.cache.cache_size == 0  # the cut sequence's state is not in it
+    llm.set_dge(None)
+    assert (
+        llm.create_completion(PROMPT, **settings)["choices"]
+        == new_llm().create_completion(PROMPT, **settings)["choices"]
+    )
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda llm: llm.dge_memory,
+        lambda llm: llm.dge_layers,
+        lambda llm: llm.dge_kept(0, 0),
+        lambda llm: llm.set_dge({"budget": 64}),
+    ],
+)
+def test_after_close_there_are_errors(new_llm: Instances, use: Callable[[Any], object]) -> None:
+    llm = new_llm(CUT)
+    greedy(llm, PROMPT, 20)
+    llm.close()
+    with pytest.raises(Exception, match="closed"):
+        use(llm)
+    with pytest.raises(RuntimeError, match="evict"):
+        llm.evict()
+    assert not llm.dge_enabled and llm.dge_stats is None
+    llm.reset()
+    llm.close()
+
+
+class Interrupted:
+    """A policy that is interrupted while it chooses."""
+
+    def __init__(self) -> None:
+        self.n_left = 1
+
+    def select(self, scores: Any, n: int, layer: int) -> list[Any]:
+        if self.n_left and layer == 1:
+            self.n_left -= 1
+            raise KeyboardInterrupt
+        return [np.arange(n) for _ in range(len(scores))]
+
+
+def test_an_interrupt_in_a_policy_is_not_lost(new_llm: Instances) -> None:
+    policy = Interrupted()
+    llm = new_llm({**CUT, "policy": policy})
+    with pytest.raises(KeyboardInterrupt):
+        greedy(llm, PROMPT, 20)
+    assert llm.n_tokens == 0
+    assert greedy(llm, PROMPT, 20) == greedy(new_llm({**CUT, "policy": policy}), PROMPT, 20)
+    assert llm.dge_stats.state == "cut"
+
+    policy.n_left = 1
+    llm.reset()
+    llm.eval(PROMPT)
+    with pytest.raises(KeyboardInterrupt):
+        llm.evict()
+    assert llm.dge_stats.state == "full" and llm.n_tokens == len(PROMPT)
+    assert llm.evict()
+
+
+def test_stats_from_another_thread(new_llm: Instances) -> None:
+    llm = new_llm({**CUT, "refresh": 1})
+    done, errors = threading.Event(), []
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                stats = llm.dge_stats
+                if stats is not None and stats.state == "cut":
+                    assert stats.rows_by_head
+            except DGEError as error:  # the rows of a layer were counted in the middle of a cut
+                errors.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for i in range(4):
+            greedy(llm, tokens_of(150, i), 40)
+    finally:
+        done.set()
+        thread.join()
+    assert not errors
