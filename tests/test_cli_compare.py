@@ -66,6 +66,12 @@ def test_what_is_not_cut_is_said(compare: Callable[..., tuple[int, str, str]]) -
     status, out, _ = compare("--budget", "32", "--max-tokens", "4", "--arms", "full", "dge:k=9")
     assert status == 0 and "NOT CUT: the answer ended before the cut" in out
     assert list(table_of(out)) == ["", "full cache", "dge:k=9"]
+    status, out, _ = compare(
+        "--max-tokens", "6", "--arms", " full", "dge:k=2,budget=1.0", "dge:k=2,budget=1.0,refresh=2"
+    )
+    # with refresh, the answer outgrows it
+    assert status == 0 and out.count("NOT CUT: the prompt is not longer than the budget") == 1
+    assert list(table_of(out)) == ["", "full cache", "dge:k=2,budget=1.0", "dge:k=2,budget=1.0,refresh=2"]
 
 
 def test_errors(compare: Callable[..., tuple[int, str, str]]) -> None:

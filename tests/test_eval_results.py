@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import pytest
 from llama_dge.cli import main
 from llama_dge.eval import results as results_module
 from llama_dge.eval.engine import Engine
-from llama_dge.eval.results import ResultsError, file_sha256, key_of, read_rows
+from llama_dge.eval.results import Results, ResultsError, file_sha256, key_of, read_rows
 from llama_dge.eval.summary import summary
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ def test_an_interrupted_run_goes_on(needle: Callable[..., Path], monkeypatch: py
         (["--kl-tokens", "3"], "'kl_tokens': 64}, not {'max_tokens': 6, 'kl_tokens': 3}: take another file"),
         (["--max-tokens", "5"], "limits {'max_tokens': 6, 'kl_tokens': 64}, not {'max_tokens': 5"),
         (["--type-k", "q8_0"], "with cache {'type_k': 'f16'"),
+        (["--first-seed", "7", "--type-k", "q8_0"], "with cache {'type_k': 'f16'"),  # other prompts, the same tables
     ],
 )
+@pytest.mark.parametrize("arms", [["full", "dge:k=2,budget=32"], ["dge:k=2,budget=32"]])
 def test_rows_that_do_not_compare_are_refused(
     needle: Callable[..., Path],
     zoo: Zoo,
@@ -107,12 +110,13 @@ def test_rows_that_do_not_compare_are_refused(
     capsys: pytest.CaptureFixture[str],
     options: list[str],
     message: str,
+    arms: list[str],
 ) -> None:
-    """A file goes on with the same cache and lengths only."""
+    """A file goes on with the same cache and lengths only, be the arms new or not."""
     out = needle("--arms", "full")
     before = out.read_bytes()
     with pytest.raises(AssertionError):  # the command ends with 1
-        needle("--arms", "full", "dge:k=2,budget=32", *options)
+        needle("--arms", *arms, *options)
     assert message in capsys.readouterr().err
     assert out.read_bytes() == before
 
@@ -131,6 +135,33 @@ def test_damaged_files(needle: Callable[..., Path], tmp_path: Path, capsys: pyte
         key_of({})
     assert main(["eval", "summary", str(path)]) == 1
     assert "line 1: not a result" in capsys.readouterr().err
+
+
+def test_a_file_of_something_else_is_left_alone(
+    needle: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = tmp_path / "notes.txt"
+    for text in ("my only notes", "{}", '{"version":2,'):
+        notes.write_text(text, encoding="utf-8")
+        with pytest.raises(AssertionError):
+            needle("--arms", "full", name="notes.txt")
+        assert "not a file of results" in capsys.readouterr().err and notes.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no flock")
+def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with Results(path) as results:
+        with pytest.raises(ResultsError, match="another run"):
+            Results(path)
+        results.add(row("full", "p0", 1.0, [0.0]))
+    with Results(path) as results:
+        assert len(results.done) == 1
+
+
+def test_prompts_that_are_asked_for_twice(needle: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    rows = list(read_rows(needle("--arms", "full", "--kinds", "codes", "codes")))
+    assert "4 rows were added" in capsys.readouterr().out and len(rows) == 4
 
 
 def test_hash_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +200,15 @@ def test_summary() -> None:
     assert "| m | 1024 | numbers | 64 | snapkv:k=1 | 2/4 | 0.15 .. 0.85 | 2 | 1.000 | 1.50 | 1.000 | 50.0 | 4 |" in text
     assert "| snapkv:k=1 | 2/3 |" in summary(rows, known=True)
     assert "| 1024 | all | 64 |" in summary(rows, by_set=False)
-    assert "| 0.55 | 2/4 |" in summary(rows, depths=True).replace("0.6 |", "0.55 |")
+    assert f"m, numbers, {arm}\n\n| depth | 1024 tokens |\n| --- | --- |\n| 0.55 | 2/4 |" in summary(rows, depths=True)
+    assert summary(rows + rows) == text
+    # another file of the same name, another set
+    other = [{**entry, "model_sha256": "abcdefghij", "set": "facts"} for entry in rows]
+    text = summary(rows + other, depths=True, by_set=False)
+    assert "| m m | 1024 | all | 64 | snapkv:k=1 | 2/4 |" in text and f"m abcdefgh, all, {arm}\n" in text
+    facts = [{**entry, "set": "facts", "prompt_id": entry["prompt_id"] + "f"} for entry in rows]
+    text = summary(rows + facts, depths=True)
+    assert f"m, facts, {arm}\n" in text and f"m, numbers, {arm}\n" in text
 
 
 def test_summary_as_a_grid() -> None:
@@ -183,6 +222,9 @@ def test_summary_as_a_grid() -> None:
     assert "| full cache | 3/4 | 3/4 |\n| `snapkv:k=1` | 0/4, 1.000, 1.50 | 4/4, 1.000, 1.50 |" in text
     assert "| `streamingllm:k=1` | 1/1 |  |" in text
     assert "m, 1024 tokens, facts: hits" in summary(rows, grid=True)
+    assert "| arm | all rows |\n| --- | --- |\n| full cache | 3/4 |" in summary(rows[:4], grid=True)
+    share = [row("snapkv:k=1,budget=0.25", "p0", 1.0, [0.0], budget=0.25)]
+    assert "| arm | 25 % of the rows |" in summary(share, grid=True)
 
 
 def test_summary_of_answers_to_several_questions() -> None:
@@ -197,7 +239,7 @@ def test_summary_of_answers_to_several_questions() -> None:
     # a number was right up to the end of the draft and is not any more: no hit, and not one less of the others
     rows.append(row("snapkv:k=1,budget=64", "p1", 0.0, [0.0] * 3, **more))
     assert "| snapkv:k=1 | 2/6 | 0.10 .. 0.70 | 1 |" in summary(rows)
-    assert "answers no prompt rightly" in summary(rows[1:], known=True) and "| full |" in summary(rows, known=True)
+    assert "known to answer rightly" in summary(rows[1:], known=True) and "| full |" in summary(rows, known=True)
 
 
 def test_summary_of_scores() -> None:
@@ -211,3 +253,20 @@ def test_summary_of_scores() -> None:
     assert "| arm | a (2) | b (2) | average | less the full cache, 95 % |" in text
     assert "| full | 100.0 | 50.0 | 75.00 |  |" in text
     assert "| snapkv:k=1,budget=64 | 50.0 | 50.0 | 50.00 | -25.00 (-25.00 .. -25.00) | 0.250 |" in text
+    # divergences, too, are those of prompts that all arms have answered
+    rows.append(row("streamingllm:k=1,budget=64", "a0", 0.0, [0.0, 0.75], task="longbench", set="a"))
+    more = row("streamingllm:k=1,budget=64", "a8", 0.0, [0.0, 9.0], task="longbench", set="a")
+    text = summary([*rows, more])
+    assert "| arm | a (1) | average |" in text and "| -100.00 (-100.00 .. -100.00) | 0.750 | 0.75 | 0.750 |" in text
+    text = summary([{**entry, "task": "kld", "score": None} for entry in [*rows, more]])
+    assert "| streamingllm:k=1,budget=64 | 1 | 0.750 |" in text and "| full | 1 |" in text
+    assert "No prompt was answered by all arms" in summary([rows[0], more])
+
+
+def test_summary_of_incomplete_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.jsonl"
+    entry = row("snapkv:k=1,budget=64", "p0", 1.0, [0.0, 1.0])
+    for name in ("kl", "expected", "model", "task"):
+        path.write_text(json.dumps({key: entry[key] for key in entry if key != name}) + "\n", encoding="utf-8")
+        assert main(["eval", "summary", str(path)]) == 1
+        assert "a row" in capsys.readouterr().err

@@ -8,8 +8,10 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import pytest
 
+from llama_dge._pieces import join, piece
 from llama_dge.cli import main
 from llama_dge.cli._common import load_vocabulary
 from llama_dge.eval import longbench
@@ -42,6 +44,23 @@ class Chat(Prompter):
 
 def words(text: str) -> int:
     return len(text.split())
+
+
+def write_vocabulary(path: Path, texts: list[str]) -> Path:
+    """Write a vocabulary of single bytes and some texts, without a model."""
+    writer: Any = gguf.GGUFWriter(str(path), "llama")
+    types = gguf.TokenType
+    kinds = [types.UNKNOWN, types.CONTROL, types.CONTROL] + [types.BYTE] * 256 + [types.USER_DEFINED] * len(texts)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *texts]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([token.encode() for token in tokens])
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([int(kind) for kind in kinds])
+    writer.add_add_space_prefix(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
 
 
 @pytest.mark.parametrize("make", [numbers, facts, codes])
@@ -114,6 +133,14 @@ def test_needle_prompts(prompter: Prompter, kind: str) -> None:
     assert prompter._model.detokenize(list(prompt.tokens)).decode().endswith(" is") or kind == "facts"
 
 
+@pytest.mark.parametrize("n_facts", [2, 5, 7, 12])
+def test_as_many_codes_are_asked_for_as_facts(prompter: Prompter, n_facts: int) -> None:
+    (group,) = needle_prompts(NeedleTask(kinds=["codes"], lengths=[500], n_facts=n_facts), prompter)
+    assert len(group) == n_facts and len({prompt.expected for prompt in group}) == n_facts
+    depths = [prompt.info["depth"] for prompt in group]
+    assert depths == sorted(depths) and depths[0] < 0.5 < depths[-1]
+
+
 def test_questions_together(prompter: Prompter) -> None:
     task = NeedleTask(kinds=["together"], lengths=[1500], n_facts=3, seeds=[1, 2])
     groups = list(needle_prompts(task, Chat(prompter)))
@@ -149,6 +176,17 @@ def test_prompter(prompter: Prompter) -> None:
     assert n_common([[1, 2, 3], [1, 2, 4], [1, 2]]) == 2
 
 
+def test_tokens_of_many_bytes_are_not_left_out(tmp_path: Path) -> None:
+    """llama-cpp-python's own detokenize takes 32 bytes of a token at most, and none of a longer one."""
+    long = ["-" * 32, "=" * 33, "#" * 100]
+    model = load_vocabulary(write_vocabulary(tmp_path / "long.gguf", long))
+    text = f"a{long[0]}b{long[1]}c{long[2]}d"
+    tokens = model.tokenize(text.encode(), False, False)
+    assert len(tokens) == 7 and join(model.vocab, tokens) == text.encode() != model.detokenize(tokens)
+    assert piece(model.vocab, 1) == b"" and piece(model.vocab, 1, special=True) == b"<s>"
+    assert Prompter(model).cut_middle(text, 6) == text[:34] + text[-102:]
+
+
 def test_documents(prompter: Prompter) -> None:
     made = list(document_prompts({"a": "x" * 300, "b": "y" * 50}, ["Who?", "Where?"], prompter, max_prompt=100))
     assert len({prompt.id for prompt in made}) == 4
@@ -180,6 +218,23 @@ def test_longbench_layouts(tmp_path: Path, prompter: Prompter) -> None:
     assert len(longbench_prompts(tmp_path, prompter, max_prompt=200, limit=1)) == 2
 
 
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ("42", ("42",)), (5, ("5",)), ("0", ("0",)), ('"yes"', ('"yes"',)), ("yes, no", ("yes, no",)), (None, ()),
+        ("('a', 'b')", ("a", "b")), ([1, "b"], ("1", "b")),
+    ],
+)  # fmt: skip
+def test_longbench_answers(tmp_path: Path, prompter: Prompter, answers: object, expected: tuple[str, ...]) -> None:
+    # a line separator inside a text is no end of a line
+    entry = {"prompt": None, "context": "a\u2028b\u0085c", "input": None, "answers": answers}
+    path = tmp_path / "hotpotqa.jsonl"
+    path.write_text(json.dumps(entry, ensure_ascii=False) + "\n", encoding="utf-8")
+    (prompt,) = longbench_prompts(tmp_path, prompter, max_prompt=300)
+    assert prompt.expected == expected
+    assert "Question: \nAnswer:" in prompter._model.detokenize(list(prompt.tokens)).decode()
+
+
 def test_longbench_rules() -> None:
     assert len(SETS) == 16
     assert {name for name, rule in SETS.items() if not rule.chat} == {
@@ -209,10 +264,15 @@ def test_longbench_rules() -> None:
         ("qasper", "nonsense\n", "qasper.jsonl, line 1"),
         ("qasper", '{"answers": []}\n', 'needs "answers", and "prompt" or "context"'),
         ("other", "", "no file of a set of LongBench"),
+        ("qasper", "", "there are no prompts"),
+        ("qasper", '{"answers": [], "prompt": null, "context": null}\n', 'needs "answers", and "prompt" or "context"'),
+        ("qasper", '{"answers": [], "prompt": 12}\n', "must be texts"),
+        ("qasper", '{"answers": [], "context": ["a"]}\n', "must be texts"),
+        ("qasper", b'{"answers": [], "prompt": "\xff"}\n', "qasper.jsonl, line 1"),
     ],
 )
-def test_longbench_errors(tmp_path: Path, prompter: Prompter, name: str, content: str, message: str) -> None:
-    (tmp_path / f"{name}.jsonl").write_text(content)
+def test_longbench_errors(tmp_path: Path, prompter: Prompter, name: str, content: str | bytes, message: str) -> None:
+    (tmp_path / f"{name}.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         longbench_prompts(tmp_path, prompter, max_prompt=100)
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from llama_dge.cli import main
-from llama_dge.plots.figures import Curves, Point, curves, grids, tenth, unique
+from llama_dge.eval.results import unique
+from llama_dge.plots.figures import Curves, Point, curves, grids, tenth
 from llama_dge.plots.svg import draw_curves, draw_grids, log_ticks, nice_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -208,6 +209,18 @@ def test_the_command_writes_pictures(plot: Callable[..., tuple[int, str, str]], 
         text = path.read_text(encoding="utf-8")
         assert "href" not in text and "url(" not in text
         ET.fromstring(text)
+
+
+def test_models_of_like_names(plot: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    rows = [
+        {**entry, "model": name, "model_sha256": name} for name in ("a_b", "a-b", "\x07") for entry in needle_rows(ARMS)
+    ]
+    status, out, err = plot(rows)
+    assert status == 0, err
+    paths = [Path(line) for line in out.splitlines()]
+    assert len(set(paths)) == len(paths) == 9
+    titles = [ET.fromstring(path.read_text(encoding="utf-8")).findtext(f"{SVG}title") or "" for path in paths]
+    assert sum("a_b" in title for title in titles) == sum("a-b" in title for title in titles) == 3
 
 
 def test_only_what_the_full_cache_knows(plot: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -108,7 +108,10 @@ class Lock:
             return
         import fcntl  # not on Windows
 
-        self._file = open(self._path, "a")  # noqa: SIM115
+        try:
+            self._file = open(self._path, "a")  # noqa: SIM115
+        except OSError as error:
+            raise BenchError(f"--lock {self._path}: {error.strerror}") from error
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._since = time.monotonic()
 

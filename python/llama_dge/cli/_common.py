@@ -92,7 +92,10 @@ def load_vocabulary(path: Path) -> LlamaModel:
 
 def tokenize(vocabulary: LlamaModel, text: str, add_bos: bool | None = None) -> list[int]:
     """Tokenize a prompt as `llama_cpp.Llama` does: special tokens count, and the model says whether it wants a BOS."""
-    raw = text.encode("utf-8")
+    try:
+        raw = text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CLIError(f"the prompt is not UTF-8: {error}") from error
     tokens: list[int] = vocabulary.tokenize(raw, vocabulary.add_bos_token() if add_bos is None else add_bos, True)
     return tokens
 

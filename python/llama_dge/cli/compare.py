@@ -10,7 +10,7 @@ import numpy as np
 
 from ..eval.arms import Arm, parse_arm
 from ..eval.cache import EvalError
-from ..eval.engine import ArmResult, Engine
+from ..eval.engine import ArmResult, Engine, not_longer
 from ..eval.prompts import STYLES, Prompter
 from ._common import CLIError, Progress, load, load_vocabulary, mebibytes, model_path, read_text
 from ._options import add_cache_options, add_model, add_threads, add_verbose, at_least, context_settings
@@ -65,7 +65,7 @@ def _arms(args: argparse.Namespace) -> list[tuple[str, Arm]]:
             f"refresh {args.refresh}": f"dge:k=8,refresh={args.refresh}",
         }
     else:
-        texts = {"full cache": "full", **{text: text for text in args.arms if text != "full"}}
+        texts = {"full cache": "full", **{text: text for text in map(str.strip, args.arms) if text != "full"}}
     try:
         return [(label, parse_arm(text, args.budget)) for label, text in texts.items()]
     except ValueError as error:
@@ -99,7 +99,7 @@ def _compare(args: argparse.Namespace) -> int:
         llm.close()
     print(f"Prompt    {len(prompt):,} tokens; {path.name}, {args.max_tokens} tokens of answer at most, greedy")
     for label, result in results[1:]:
-        print(f"{label:<14}{result.arm.name}{'' if result.cut else '    NOT CUT: ' + _why(result, len(prompt))}")
+        print(f"{label:<14} {result.arm.name}{'' if result.cut else '    NOT CUT: ' + _why(result, len(prompt))}")
     print()
     _print_table(results)
     return 0
@@ -107,7 +107,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _why(result: ArmResult, n_prompt: int) -> str:
     config = result.arm.config
-    if config is not None and isinstance(config.budget, int) and n_prompt <= config.budget:
+    if config is not None and not_longer(n_prompt, config):
         return "the prompt is not longer than the budget"
     return "the answer ended before the cut"
 

@@ -189,7 +189,11 @@ def _summary(args: argparse.Namespace) -> int:
         raise CLIError(str(error)) from error
     if not rows:
         raise CLIError("there are no results")
-    print(summary(rows, depths=args.depths, by_set=not args.pool, known=args.known, grid=args.grid), end="")
+    try:
+        text = summary(rows, depths=args.depths, by_set=not args.pool, known=args.known, grid=args.grid)
+    except (KeyError, TypeError, ResultsError) as error:
+        raise CLIError(f"a row is incomplete: {error}") from error
+    print(text, end="")
     return 0
 
 

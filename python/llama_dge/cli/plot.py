@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..eval.results import ResultsError, read_rows
+from ..eval.results import ResultsError, read_rows, told_apart, unique
 from ..eval.summary import known_to_full
-from ..plots.figures import curves, grids, unique
+from ..plots.figures import curves, grids
 from ..plots.svg import draw_curves, draw_grids
 from ._common import CLIError
 from ._options import add_verbose
@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     try:
-        rows = unique(row for path in args.results for row in read_rows(path))
+        rows = told_apart(unique(row for path in args.results for row in read_rows(path)))
         if args.known:
             rows = known_to_full(rows)
         pictures = [(made.name, draw_curves(made)) for made in curves(rows, pool=args.pool)]
@@ -42,11 +42,19 @@ def _plot(args: argparse.Namespace) -> int:
     except (KeyError, TypeError) as error:
         raise CLIError(f"a row is not as `llama-dge eval` writes it: {error}") from error
     if not pictures:
-        raise CLIError("there is nothing to draw: no arm but the full cache has results")
+        raise CLIError(
+            "there is nothing to draw: it takes an arm beside the full cache, and prompts that all arms answered"
+        )
     try:
         args.output.mkdir(parents=True, exist_ok=True)
+        taken: set[str] = set()
         for name, picture in pictures:
-            path = args.output / (re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-") + ".svg")
+            stem = base = re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-")
+            n = 2
+            while stem.lower() in taken:  # names that differ in other characters
+                stem, n = f"{base}-{n}", n + 1
+            taken.add(stem.lower())
+            path = args.output / f"{stem}.svg"
             path.write_text(picture, encoding="utf-8")
             print(path)
     except OSError as error:

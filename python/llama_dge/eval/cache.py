@@ -107,6 +107,7 @@ class Cache:
             status = llama_cpp.llama_decode(self.ctx, llama_cpp.llama_batch_get_one(array, len(part)))
             if status != 0:
                 raise EvalError(f"llama_decode returned {status}")
+        llama_cpp.llama_synchronize(self.ctx)  # steps are timed, and a device may still be at it
 
     def logits(self) -> Logits:
         """Return those of the last token, shape [n_vocab]."""

@@ -39,6 +39,10 @@ def document_prompts(
                 set=name,
                 id=f"{name}/{mark}",
                 tokens=tuple(tokens),
-                info={"question": question, "style": "chat" if prompter.chat else "completion"},
+                info={
+                    "question": question,
+                    "max_prompt": max_prompt,
+                    "style": "chat" if prompter.chat else "completion",
+                },
                 shared=shared,
             )

@@ -65,6 +65,11 @@ class _Full:
     drafts: dict[tuple[bool, int], Saved]
 
 
+def not_longer(n_prompt: int, config: DGEConfig) -> bool:
+    """Tell whether a prompt is not longer than the budget, so that it is not cut."""
+    return n_prompt <= config.budget if isinstance(config.budget, int) else config.budget >= 1.0
+
+
 def _between(config: DGEConfig) -> int:
     """Return the tokens between two choices, at most."""
     return 8 if isinstance(config.refresh, str) else config.refresh
@@ -179,7 +184,7 @@ class Engine:
         tokens: list[int] = []
         compared: list[Logits] = []
         full = _Full(tokens, compared, {})
-        cpu, start = time.process_time(), time.perf_counter()
+        cpu, seconds = time.process_time(), 0.0
         while True:
             if len(tokens) in drafts:
                 full.drafts[False, len(tokens)] = self._cache.save()
@@ -190,8 +195,9 @@ class Engine:
             ended = self._ends(tokens, stop)
             if ended or len(tokens) >= max_tokens:
                 break
+            step = time.perf_counter()
             self._cache.decode(tokens[-1:])
-        seconds = time.perf_counter() - start
+            seconds += time.perf_counter() - step
         if max(drafts, default=0) > len(tokens) - 1:
             full.drafts[False, len(tokens) - 1] = self._cache.save()
         n_rows = self._cache.n_rows()
@@ -322,9 +328,10 @@ class Engine:
         stats = _native.seq_stats(self._cache.ctx, SEQ)
         config = arm.config
         assert config is not None
-        below = isinstance(config.budget, int) and n_prompt <= config.budget
+        below = not_longer(n_prompt, config)
         if stats.state == "armed" and config.refresh and below:
-            if stats.rows > config.budget + config.draft_tokens + _between(config):
+            most = config.budget if isinstance(config.budget, int) else n_prompt
+            if stats.rows > most + config.draft_tokens + _between(config):
                 raise EvalError(f"{arm.name}: the answer has outgrown the budget, and nothing was cut")
             return None
         if stats.state != "cut":

@@ -122,10 +122,13 @@ def _list(value: Any) -> list[str]:
     """Read a list, or a list that was written as a text."""
     if isinstance(value, str):
         try:
-            value = ast.literal_eval(value)
+            listed = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            value = [value]
-    return [str(item) for item in value or []]
+            listed = None
+        value = listed if isinstance(listed, (list, tuple)) else [value]
+    if value is None:
+        return []
+    return [str(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -134,17 +137,21 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises
     ------
     ValueError
-        A line is not an object, or has no answers.
+        A line is not an object, has no answers, or is not UTF-8.
     """
-    for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    # not splitlines(): a text may have U+2028 in it
+    for i, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path.name}, line {i}: {error}") from None
-        if not isinstance(entry, dict) or "answers" not in entry or not ({"prompt", "context"} & set(entry)):
+        whole = isinstance(entry, dict) and "answers" in entry
+        if not whole or (entry.get("prompt") is None and entry.get("context") is None):
             raise ValueError(f'{path.name}, line {i}: needs "answers", and "prompt" or "context"')
+        if not all(isinstance(entry.get(name) or "", str) for name in ("prompt", "context", "input")):
+            raise ValueError(f'{path.name}, line {i}: "prompt", "context" and "input" must be texts')
         yield entry
 
 
@@ -187,7 +194,7 @@ def longbench_prompts(
                 break
             text = entry.get("prompt")
             if text is None:
-                text = rule.template.format(context=entry["context"], input=entry.get("input", ""))
+                text = rule.template.format(context=entry["context"], input=entry.get("input") or "")
             tokens = prompter.tokens(prompter.cut_middle(text, max_prompt), chat=None if rule.chat else False)
             prompts.append(
                 Prompt(
@@ -203,6 +210,8 @@ def longbench_prompts(
                     },
                 )
             )
+    if not prompts:
+        raise ValueError(f"there are no prompts in the files of {folder}")
     return prompts
 
 

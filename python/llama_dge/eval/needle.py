@@ -73,10 +73,10 @@ def _questions(
 ) -> list[Prompt]:
     # what stands around the text has about 50 tokens
     stack = _text(task, kind, length - 50, random.Random(f"{kind} {length} {seed} {depth}"), depth, prompter)
-    asked = range(len(stack.needles))
+    asked: Sequence[int] = range(len(stack.needles))
     if kind == "codes":
         n = min(task.n_facts, len(stack.needles))
-        asked = range(len(stack.needles) // (2 * n), len(stack.needles), -(-len(stack.needles) // n))
+        asked = [(2 * i + 1) * len(stack.needles) // (2 * n) for i in range(n)]
     if kind == "together":
         return [_together(task, stack, length, seed, prompter)]
     made = []

@@ -7,10 +7,11 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import llama_cpp
 import numpy as np
@@ -24,7 +25,8 @@ Row = dict[str, Any]
 Key = tuple[str, str, str, str, str]
 
 # what a row was made with beside its settings: rows that differ in these do not compare
-_MADE_WITH = ("cache", "limits")
+_MADE_WITH = ("cache", "limits", "style", "max_prompt")
+_START = f'{{"version":{_VERSION},'.encode()
 
 
 class ResultsError(RuntimeError):
@@ -61,8 +63,39 @@ def read_rows(path: Path) -> Iterator[Row]:
         yield row
 
 
+def unique(rows: Iterable[Row]) -> list[Row]:
+    """Return rows without those that a later one repeats."""
+    return list({key_of(row): row for row in rows}.values())
+
+
+def told_apart(rows: Iterable[Row]) -> list[Row]:
+    """Return rows in which models of the same name have some of their hash behind it."""
+    rows = list(rows)
+    hashes: dict[str, set[str]] = {}
+    for row in rows:
+        hashes.setdefault(row["model"], set()).add(row["model_sha256"])
+    return [
+        row if len(hashes[row["model"]]) == 1 else {**row, "model": f"{row['model']} {row['model_sha256'][:8]}"}
+        for row in rows
+    ]
+
+
 def _made_with(row: Row) -> Row:
     return {name: row[name] for name in _MADE_WITH if name in row}
+
+
+def _lock(file: IO[str], path: Path) -> None:
+    """Keep other runs away from a file until it is closed; raises ResultsError where one has it."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ResultsError(f"another run writes to {path}: wait, or take another file for --out") from None
+    except OSError:
+        pass  # a file system without locks
 
 
 class Results:
@@ -72,18 +105,32 @@ class Results:
     ----------
     path
         Of the file. Rows that are in it are not made again.
+
+    Raises
+    ------
+    ResultsError
+        It is no file of results, or another run writes to it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.done: dict[Key, Row] = {}
-        if path.exists():
-            self.done = {key_of(row): _made_with(row) for row in read_rows(path)}
+        self.done: set[Key] = set()
+        self._made: dict[tuple[Any, ...], Row] = {}
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # __exit__ closes it
+        try:
+            _lock(self._file, path)
+            for row in read_rows(path):
+                self._note(row)
             data = path.read_bytes()
             complete = data.rfind(b"\n") + 1
             if complete < len(data):
+                # the rest of a row that was not finished, and nothing else
+                if not data[complete:].startswith(_START[: len(data) - complete]):
+                    raise ResultsError(f"{path} is not a file of results")
                 os.truncate(path, complete)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # __exit__ closes it
+        except BaseException:
+            self._file.close()
+            raise
 
     def __enter__(self) -> Results:
         return self
@@ -99,20 +146,24 @@ class Results:
         Raises
         ------
         ResultsError
-            It is, but was made with another cache or another length of answers.
+            Rows of such prompts were made with another cache, another length of answers or in another style, and tables
+            would pool them.
         """
-        made = self.done.get((prompt.task, prompt.id, prompt.sha256, arm, about["model_sha256"]))
-        if made is None:
-            return False
-        for name, value in _made_with(about).items():
+        made = self._made.get((prompt.task, prompt.set, len(prompt.expected), about["model_sha256"]), {})
+        for name, value in _made_with({**prompt.info, **about}).items():
             if made.get(name, value) != value:
-                mismatch = f"{prompt.id}, {arm} with {name} {made[name]}, not {value}"
+                mismatch = f"rows of {prompt.task}, {prompt.set} with {name} {made[name]}, not {value}"
                 raise ResultsError(f"{self._path} has {mismatch}: take another file for --out")
-        return True
+        return (prompt.task, prompt.id, prompt.sha256, arm, about["model_sha256"]) in self.done
+
+    def _note(self, row: Row) -> None:
+        self.done.add(key_of(row))
+        kind = (row["task"], row["set"], len(row["expected"]), row["model_sha256"])
+        self._made.setdefault(kind, _made_with(row))
 
     def add(self, row: Row) -> None:
         """Add a row, in one piece."""
-        self.done[key_of(row)] = _made_with(row)
+        self._note(row)
         self._file.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n")
         self._file.flush()
 

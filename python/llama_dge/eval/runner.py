@@ -60,6 +60,7 @@ def run_prompts(
     """
     n_added = 0
     start = time.monotonic()
+    prompts = list({(prompt.task, prompt.id, prompt.sha256): prompt for prompt in prompts}.values())
     told = [{**about, "limits": {"max_tokens": max_tokens(prompt), "kl_tokens": kl_tokens}} for prompt in prompts]
     wanted = [[arm for arm in arms if not results.has(prompt, arm.name, of)] for prompt, of in zip(prompts, told)]
     n_missing = sum(map(len, wanted))

@@ -9,7 +9,7 @@ import numpy as np
 
 from .arms import FULL
 from .metrics import paired_bootstrap, wilson
-from .results import Row, key_of
+from .results import Row, key_of, told_apart, unique
 
 Groups = dict[tuple[Any, ...], list[Row]]
 
@@ -72,6 +72,13 @@ def _prompt(row: Row) -> tuple[str, ...]:
     return task, prompt_id, sha256, model
 
 
+def in_common(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of prompts that every arm has answered."""
+    by_arm = _group(rows, lambda row: (row["arm"],)).values()
+    common = set.intersection(*({_prompt(row) for row in cell} for cell in by_arm)) if by_arm else set()
+    return [row for row in rows if _prompt(row) in common]
+
+
 def n_hits(rows: Iterable[Row], score: str = "score") -> int:
     """Return how many of the expected answers were found."""
     return sum(round(row[score] * len(row["expected"])) for row in rows)
@@ -121,9 +128,15 @@ def grid_table(rows: Sequence[Row], by_set: bool = True) -> str:
         lines = [["full cache", *[_hits_cell(full)] * len(budgets)]] if full else []
         for arm in sorted({arm for arm, _ in places}):
             lines.append([f"`{arm}`", *(_hits_cell(places.get((arm, budget), [])) for budget in budgets)])
-        table_ = table(["arm", *(f"{budget} rows" for budget in budgets)], lines)
+        if not budgets:  # nothing but the full cache
+            lines = [["full cache", _hits_cell(full)]]
+        table_ = table(["arm", *(map(_rows, budgets) if budgets else ["all rows"])], lines)
         parts.append(f"{model}, {length} tokens, {name}: hits, KL after the cut: mean, p99\n\n{table_}")
     return "\n\n".join(parts)
+
+
+def _rows(budget: int | float) -> str:
+    return f"{100 * budget:g} % of the rows" if isinstance(budget, float) else f"{budget} rows"
 
 
 def _hits_cell(rows: list[Row]) -> str:
@@ -138,11 +151,12 @@ def _order(row: Row) -> int:
     return 0 if row["arm"] == FULL else 1
 
 
-def depth_table(rows: Sequence[Row]) -> str:
-    """Return hits by depth and length, one table per arm: a heat map."""
+def depth_table(rows: Sequence[Row], by_set: bool = True) -> str:
+    """Return hits by depth and length, one table per model, set and arm: a heat map."""
     parts = []
     placed = [row for row in rows if row.get("depth") is not None]
-    for (arm,), cell in sorted(_group(placed, lambda row: (row["arm"],)).items()):
+    groups = _group(placed, lambda row: (row["model"], row["set"] if by_set else "all", row["arm"]))
+    for (model, name, arm), cell in sorted(groups.items()):
         lengths = sorted({row["length"] for row in cell})
         places = _group(cell, lambda row: (_tenth(row["depth"]), row["length"]))
         depths = sorted({depth for depth, _ in places})
@@ -151,8 +165,10 @@ def depth_table(rows: Sequence[Row]) -> str:
             found = places.get((depth, length), [])
             return f"{int(sum(row['score'] for row in found))}/{len(found)}" if found else ""
 
-        lines = [[f"{depth:.1f}", *(text(depth, length) for length in lengths)] for depth in depths]
-        parts.append(f"{arm}\n\n" + table(["depth", *(f"{length} tokens" for length in lengths)], lines))
+        lines = [[f"{depth:.2f}", *(text(depth, length) for length in lengths)] for depth in depths]
+        parts.append(
+            f"{model}, {name}, {arm}\n\n" + table(["depth", *(f"{length} tokens" for length in lengths)], lines)
+        )
     return "\n\n".join(parts)
 
 
@@ -166,17 +182,18 @@ def score_table(rows: Sequence[Row]) -> str:
     Only prompts that every arm has answered count. The interval is that of a bootstrap over prompts, paired, within
     each set.
     """
+    rows = in_common(rows)
+    if not rows:
+        return "No prompt was answered by all arms."
     by_arm = {arm[0]: cell for arm, cell in _group(rows, lambda row: (row["arm"],)).items()}
-    common = set.intersection(*({_prompt(row) for row in cell} for cell in by_arm.values()))
     prompts: dict[str, set[tuple[str, ...]]] = {}
     for row in rows:
-        if _prompt(row) in common:
-            prompts.setdefault(row["set"], set()).add(_prompt(row))
+        prompts.setdefault(row["set"], set()).add(_prompt(row))
     sets = sorted(prompts)
     lines = []
     full = {_prompt(row): row["score"] for row in by_arm.get(FULL, [])}
     for arm, cell in sorted(by_arm.items(), key=lambda item: (item[0] != FULL, item[0])):
-        scores = _group((row for row in cell if _prompt(row) in common), lambda row: (row["set"],))
+        scores = _group(cell, lambda row: (row["set"],))
         means = [float(np.mean([row["score"] for row in scores[(name,)]])) for name in sets]
         difference = ""
         if full and arm != FULL:
@@ -198,8 +215,8 @@ def score_table(rows: Sequence[Row]) -> str:
 
 
 def kl_table(rows: Sequence[Row]) -> str:
-    """Return divergences by arm, for prompts without a right answer."""
-    groups = _group(rows, lambda row: (_order(row), row["arm"]))
+    """Return divergences by arm, for prompts without a right answer. Only those that every arm has answered count."""
+    groups = _group(in_common(rows), lambda row: (_order(row), row["arm"]))
     return table(
         ["arm", "prompts", *_KL_HEADER],
         [[arm, f"{len(cell)}", *_kl_cells(cell)] for (_, arm), cell in sorted(groups.items())],
@@ -225,15 +242,16 @@ def summary(
         Needles by arm and budget, hits and divergence alone.
     """
     parts = []
+    rows = told_apart(unique(rows))
     for (task,), cell in sorted(_group(rows, lambda row: (row["task"],)).items()):
         cell = known_to_full(cell) if known and task != "kld" else cell
         if not cell:
-            parts.append(f"## {task}\n\nThe full cache answers no prompt rightly, so nothing is left of these.")
+            parts.append(f"## {task}\n\nNo row is of a prompt that the full cache is known to answer rightly.")
             continue
         if task == "needle":
             parts.append(f"## {task}\n\n{(grid_table if grid else needle_table)(cell, by_set)}")
             if depths and any(row.get("depth") is not None for row in cell):
-                parts.append(depth_table(cell))
+                parts.append(depth_table(cell, by_set))
         elif task == "longbench":
             for (model,), part in sorted(_group(cell, lambda row: (row["model"],)).items()):
                 parts.append(f"## {task}, {model}\n\n{score_table(part)}")

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 
 from ..eval.arms import FULL
 from ..eval.metrics import paired_bootstrap, wilson
-from ..eval.results import Row, key_of
+from ..eval.results import Row
 from ..eval.summary import n_hits
 
 Budget = Union[int, float]  # rows, or a share of the prompt
@@ -77,11 +77,6 @@ class Grids:
     name: str
     title: str
     grids: tuple[Grid, ...]
-
-
-def unique(rows: Iterable[Row]) -> list[Row]:
-    """Return rows without those that a later one repeats."""
-    return list({key_of(row): row for row in rows}.values())
 
 
 def _group(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:

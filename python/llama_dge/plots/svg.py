@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
+from xml.sax import saxutils
 
 from .figures import Budget, Curves, Grid, Grids, Point
 
@@ -34,6 +34,11 @@ _STYLE = """
     .cell { fill: #58a6ff; stroke: #30363d }
   }
 """.strip("\n")
+
+
+def escape(text: str) -> str:
+    """Return a text as XML has it, which knows no control characters."""
+    return saxutils.escape("".join(char if char.isprintable() else "\ufffd" for char in text))
 
 
 def _document(width: float, height: float, title: str, description: str, parts: Sequence[str]) -> str:
