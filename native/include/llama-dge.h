@@ -224,7 +224,7 @@ LLAMA_API int32_t llama_dge_supported(const struct llama_context * ctx, char * r
 // ERR_PARAMS, ERR_UNSUPPORTED, ERR_MEMORY
 LLAMA_API int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_params * params);
 
-// ERR_CUT while a sequence that was cut still lives: clear it first
+// ERR_CUT while a sequence that was cut still lives, ERR_LOST while one that a device lost was not begun anew: clear it first
 LLAMA_API int32_t llama_dge_disable(struct llama_context * ctx);
 
 // The prompt of this sequence is complete and is n_prompt rows long (its positions are 0 .. n_prompt - 1).

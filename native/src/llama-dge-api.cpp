@@ -8,6 +8,9 @@
 #include <cstdio>
 #include <new>
 
+// far above any context, and sums of such numbers do not overflow
+static constexpr int32_t LLAMA_DGE_MAX_PROMPT = 1 << 30;
+
 static llama_dge * llama_dge_get(const struct llama_context * ctx) {
     auto * kv = llama_dge::get_kv(*ctx);
 
@@ -17,7 +20,10 @@ static llama_dge * llama_dge_get(const struct llama_context * ctx) {
 
 // a cut that is due is made by this call, and not by a batch
 static void llama_dge_update_memory(struct llama_context * ctx) {
-    llama_dge::get_kv(*ctx)->dge->batch = nullptr;
+    auto & dge = *llama_dge::get_kv(*ctx)->dge;
+
+    dge.batch = nullptr;
+    dge.n_new.clear();
 
     ctx->sched_reserve();
     ctx->memory_update(false);
@@ -107,6 +113,9 @@ int32_t llama_dge_disable(struct llama_context * ctx) {
     }
     if (dge->any_cut()) {
         return LLAMA_DGE_ERR_CUT;
+    }
+    if (dge->lost.any()) {
+        return LLAMA_DGE_ERR_LOST;
     }
 
     try {
@@ -205,14 +214,14 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
     if (status != LLAMA_DGE_OK) {
         return status;
     }
-    if (n_prompt < 1 || n_match < 0 || n_match > n_prompt) {
+    if (n_prompt < 1 || n_prompt > LLAMA_DGE_MAX_PROMPT || n_match < 0 || n_match > n_prompt) {
         return LLAMA_DGE_ERR_PARAMS;
     }
 
     const auto & dge = *llama_dge_get(ctx);
 
     // rows that were evaluated with other LoRA adapters
-    if (n_match > 0 && dge.adapters != llama_dge::get_adapters(*ctx)) {
+    if (n_match > 0 && !dge.seqs[seq_id].origin.is(llama_dge::get_adapters(*ctx))) {
         return 0;
     }
 

@@ -279,6 +279,7 @@ int32_t llama_dge::compact(llama_context & lctx, llama_seq_id seq_id, const std:
 
     LLAMA_LOG_DEBUG("%s: rows of %zu of %zu layers gathered on a device\n", __func__, device.n_taken(), kept.size());
 
+    seqs[seq_id].n_exact   = parked ? parked->n_exact : 0;
     seqs[seq_id].parked    = std::move(parked);
     seqs[seq_id].t_park_us = t_park_us;
 

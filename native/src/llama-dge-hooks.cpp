@@ -25,6 +25,7 @@ static void llama_dge_forget(llama_dge * dge, llama_seq_id seq_id) {
     dge->capture_drop(seq_id, 0);
     dge->lost.reset(seq_id);
 
+    dge->seqs[seq_id].origin       = {};
     dge->seqs[seq_id].n_summed     = 0;
     dge->seqs[seq_id].n_restored   = 0;
     dge->seqs[seq_id].t_restore_us = 0;
@@ -138,6 +139,9 @@ bool llama_dge_on_seq_cp(
 
         dge->seqs[seq_id_dst].n_summed = -1;
 
+        if (llama_dge_has(dge, seq_id_src)) {
+            dge->seqs[seq_id_dst].origin = dge->seqs[seq_id_src].origin;
+        }
         if (llama_dge_is_cut(dge, seq_id_src)) {
             dge->seqs[seq_id_dst] = dge->seqs[seq_id_src];
             dge->bias_changed(seq_id_dst);

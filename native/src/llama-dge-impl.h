@@ -50,6 +50,16 @@ static constexpr size_t LLAMA_DGE_PARK_SPARE = 1024;
 // slots of the ring of queries for rows that are removed again
 static constexpr uint32_t LLAMA_DGE_RING_SPARE = 16;
 
+// LoRA adapters that the rows of a sequence were made with
+struct llama_dge_origin {
+    bool known = false; // no: of a state
+    bool mixed = false;
+
+    llama_dge_adapters adapters;
+
+    bool is(const llama_dge_adapters & others) const { return !mixed && (!known || adapters == others); }
+};
+
 // what DGE knows of one sequence
 struct llama_dge_seq {
     int32_t state = LLAMA_DGE_STATE_FULL;
@@ -96,7 +106,11 @@ struct llama_dge_seq {
     // the rows of before the cut; shared with copies of the sequence
     std::shared_ptr<llama_dge_parked> parked;
 
+    int32_t n_exact = 0; // parked rows that are those of before the cut: fewer where draft rows were removed since
+
     // not of the cut, either
+    llama_dge_origin origin;
+
     int32_t n_restored   = 0;
     int64_t t_restore_us = 0;
 };
@@ -283,6 +297,9 @@ struct llama_dge {
     // elastic memory
     //
 
+    // with which adapters the rows of a batch are made
+    void note_adapters(const llama_context & lctx, const llama_batch & batch);
+
     // cells of a stream that other sequences than this one use; none for all sequences (-1)
     uint32_t cells_used(uint32_t strm, llama_seq_id seq_id) const;
 
@@ -442,8 +459,9 @@ struct llama_dge {
 
     std::vector<uint32_t> n_new; // rows per stream of the next batch
 
-    llama_dge_adapters adapters; // of the last decode
-    llama_context *    lctx = nullptr;
+    bool state_sized = false; // a stream of the state that is being read has its cells
+
+    llama_context * lctx = nullptr;
 
     const llama_batch * batch = nullptr; // of the llama_decode() that goes on, nullptr in other calls
 

@@ -131,9 +131,10 @@ void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
         return;
     }
 
-    dge->adapters = llama_dge::get_adapters(lctx);
-    dge->lctx     = &lctx;
-    dge->batch    = &batch;
+    dge->lctx  = &lctx;
+    dge->batch = &batch;
+
+    dge->note_adapters(lctx, batch);
 
     if (dge->lost.any()) {
         dge->refuse(lctx);
@@ -151,7 +152,10 @@ void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
 }
 
 void llama_dge_on_state_cells(llama_dge * dge, uint32_t strm, llama_seq_id seq_id, uint32_t n_cells) {
-    if (dge && dge->elastic) {
+    // what was read of a stream is written when all is read, into the tensors that were there: nothing grows after it
+    if (dge && dge->elastic && !dge->state_sized) {
+        dge->state_sized = n_cells > 0;
+
         // what was read of other streams is written when all is read, and then their tensors must be the same
         const bool all = seq_id < 0 && dge->kv.get_n_stream() > 1;
 
@@ -165,6 +169,31 @@ void llama_dge_on_state_cells(llama_dge * dge, uint32_t strm, llama_seq_id seq_i
 //
 // llama_dge
 //
+
+void llama_dge::note_adapters(const llama_context & lctx, const llama_batch & batch) {
+    const auto adapters = get_adapters(lctx);
+
+    std::vector<bool> noted(n_seq, false);
+
+    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
+            const llama_seq_id s = batch.seq_id[i][j];
+
+            if (s < 0 || (uint32_t) s >= n_seq || noted[s]) {
+                continue;
+            }
+            noted[s] = true;
+
+            auto & origin = seqs[s].origin;
+
+            if (!origin.known || kv.seq_pos_max(s) < 0) {
+                origin = { true, false, adapters };
+            } else {
+                origin.mixed |= origin.adapters != adapters;
+            }
+        }
+    }
+}
 
 uint32_t llama_dge::cells_used(uint32_t strm, llama_seq_id seq_id) const {
     const auto & cells = kv.v_cells[strm];

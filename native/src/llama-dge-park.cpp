@@ -12,11 +12,13 @@
 #ifdef _WIN32
 #include <process.h>
 #else
+#include <fcntl.h>
 #include <unistd.h>
 #endif
 
 struct llama_dge_parked::file {
-    explicit file(const std::string & path, const char * mode) : fp(std::fopen(path.c_str(), mode)) {}
+    explicit file(const std::string & path) : fp(std::fopen(path.c_str(), "rb")) {}
+    explicit file(FILE * fp) : fp(fp) {}
     ~file() {
         if (fp) {
             std::fclose(fp);
@@ -114,6 +116,7 @@ std::shared_ptr<llama_dge_parked> llama_dge_parked::clone() const {
     res->others         = others;
     res->others_pos_min = others_pos_min;
     res->adapters       = adapters;
+    res->mixed          = mixed;
 
     for (const auto & layer : layers) {
         auto & copy = res->layers.emplace_back();
@@ -152,6 +155,17 @@ int64_t llama_dge_parked::n_bytes() const {
     return res;
 }
 
+// what a prompt says is nobody else's business; never writes into a file that is there
+static FILE * llama_dge_create_file(const std::string & path) {
+#ifdef _WIN32
+    return std::fopen(path.c_str(), "wbx");
+#else
+    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+
+    return fd < 0 ? nullptr : fdopen(fd, "wb");
+#endif
+}
+
 static std::string llama_dge_file_error(const char * what, const std::string & path) {
     return std::string(what) + " " + path + ": " + (errno ? strerror(errno) : "the file ends early");
 }
@@ -163,11 +177,11 @@ bool llama_dge_parked::file_begin(const std::string & dir, std::string & error) 
 
     errno = 0;
 
-    // a name that nobody has; "x": never write into a file that is there
+    // a name that nobody has
     for (int i = 0; i < 100; ++i) {
         const std::string name = dir + "/llama-dge-" + std::to_string(pid) + "-" + std::to_string(n_files++) + ".park";
 
-        out.reset(new file(name, "wbx"));
+        out.reset(new file(llama_dge_create_file(name)));
         if (out->fp) {
             path = name;
             return true;
@@ -229,7 +243,7 @@ bool llama_dge_parked::file_read(size_t i, llama_dge_park_layer & buf, std::stri
 
     errno = 0;
 
-    file in(path, "rb");
+    file in(path);
 
 #ifdef _WIN32
     const bool found = in.fp && _fseeki64(in.fp, offset, SEEK_SET) == 0;

@@ -66,6 +66,7 @@ struct llama_dge_parked {
     int32_t              others_pos_min = 0;
 
     llama_dge_adapters adapters;
+    bool               mixed = false; // some rows with others
 
     std::string path;
 

@@ -398,7 +398,14 @@ int32_t llama_dge::take(llama_dge_choice & choice, llama_seq_id seq_id, std::vec
 void llama_dge::park_truncate(llama_seq_id seq_id, llama_pos p0) {
     auto & seq = seqs[seq_id];
 
-    if (!seq.parked || p0 >= seq.parked->n_rows) {
+    if (!seq.parked) {
+        return;
+    }
+
+    // rows of the draft that go do not come back
+    seq.n_exact = std::min(seq.n_exact, p0);
+
+    if (p0 >= seq.parked->n_rows || !seq.parked->path.empty()) {
         return;
     }
 

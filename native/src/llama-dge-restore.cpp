@@ -112,7 +112,8 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
     parked->n_rows   = cells.size();
     parked->n_exact  = cells.size();
     parked->n_summed = seqs[seq_id].n_summed;
-    parked->adapters = adapters;
+    parked->adapters = seqs[seq_id].origin.adapters;
+    parked->mixed    = seqs[seq_id].origin.mixed;
 
     for (const uint32_t cell : cells) {
         parked->exts.push_back(kv.v_cells[strm].ext_get(cell));
@@ -222,9 +223,9 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
 
     const auto parked = seqs[seq_id].parked;
 
-    const int32_t n = parked ? std::min(n_match, parked->n_exact) : 0;
+    const int32_t n = parked ? std::min(n_match, seqs[seq_id].n_exact) : 0;
 
-    if (n <= 0 || parked->adapters != get_adapters(lctx) || !others_fit(lctx, *parked, n)) {
+    if (n <= 0 || parked->mixed || parked->adapters != get_adapters(lctx) || !others_fit(lctx, *parked, n)) {
         return 0;
     }
 
@@ -235,6 +236,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     seqs[seq_id].n_checked = kv.seq_pos_max(seq_id) + 1;
 
     batch = nullptr;
+    n_new.clear();
 
     lctx.sched_reserve();
     lctx.memory_update(false);
@@ -331,6 +333,7 @@ int32_t llama_dge::restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_
     // the sums are exact for all that was summed and for nothing less
     auto & seq = seqs[seq_id];
 
+    seq.origin   = { true, false, parked->adapters };
     seq.n_summed = n >= parked->n_summed ? parked->n_summed : -1;
 
     for (size_t i = 0; seq.n_summed > 0 && i < layers.size(); ++i) {

@@ -11,6 +11,9 @@
 // in blocks
 static constexpr int64_t LLAMA_DGE_SCORE_BLOCK = 32ll * 1024 * 1024;
 
+// tensors of a block, at most
+static constexpr int64_t LLAMA_DGE_SCORE_NODES = 16;
+
 // one block of the score: KV heads [h0, h0 + n_head), query rows [q0, q0 + n_q)
 struct llama_dge_score_block {
     int64_t h0;
@@ -97,10 +100,16 @@ int32_t llama_dge::score_layer(llama_context & lctx, size_t ikv, llama_seq_id se
 
     const int64_t n_head_blk =
             std::clamp<int64_t>(LLAMA_DGE_SCORE_BLOCK / (4 * n_keys * (n_embd_head + 2 * n_q * n_group)), 1, n_head_kv);
-    const int64_t n_q_blk =
+    int64_t n_q_blk =
             n_head_blk > 1
                     ? n_q
                     : std::clamp<int64_t>((LLAMA_DGE_SCORE_BLOCK / (4 * n_keys) - n_embd_head) / (2 * n_group), 1, n_q);
+
+    // no more blocks than the graph has room for, be they larger
+    const int64_t n_h_blks = (n_head_kv + n_head_blk - 1) / n_head_blk;
+    const int64_t n_q_blks = std::max<int64_t>(1, lctx.graph_max_nodes(1) / (LLAMA_DGE_SCORE_NODES * n_h_blks));
+
+    n_q_blk = std::max(n_q_blk, (n_q + n_q_blks - 1) / n_q_blks);
 
     std::vector<llama_dge_score_block> blocks;
 

@@ -133,6 +133,7 @@ void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_s
 void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id seq_id, uint32_t & n_stream) {
     if (dge) {
         dge->pending.clear();
+        dge->state_sized = false;
     }
 
     if (n_stream != LLAMA_DGE_STATE_MARK) {

@@ -182,10 +182,20 @@ std::vector<float> llama_dge::sum_plan(const llama_ubatch & ubatch) const {
 
     bool any = false;
 
+    // a row that does not follow those that were summed is none of a sum: its cells may be others', too
+    std::vector<int32_t> next;
+    for (const auto & seq : seqs) {
+        next.push_back(seq.n_summed);
+    }
+
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
         const llama_seq_id seq_id = ubatch.seq_id[i][0];
 
-        const bool counts = captures(seq_id, ubatch.pos[i]) && seqs[seq_id].n_summed >= 0;
+        const bool counts = captures(seq_id, ubatch.pos[i]) && next[seq_id] == ubatch.pos[i];
+
+        if (counts) {
+            next[seq_id]++;
+        }
 
         weights.push_back(counts ? 1.0f : 0.0f);
         any |= counts;
@@ -256,9 +266,7 @@ void llama_dge::sum_begin(const llama_ubatch & ubatch, const std::vector<float> 
             continue;
         }
 
-        auto & n_summed = seqs[ubatch.seq_id[i][0]].n_summed;
-
-        n_summed = n_summed == ubatch.pos[i] ? n_summed + 1 : -1;
+        seqs[ubatch.seq_id[i][0]].n_summed++;
     }
 }
 

@@ -29,6 +29,7 @@ void llama_dge::reset_seq(llama_seq_id seq_id) {
     seqs[seq_id].uneven       = before.uneven;
     seqs[seq_id].n_restored   = before.n_restored;
     seqs[seq_id].t_restore_us = before.t_restore_us;
+    seqs[seq_id].origin       = before.origin;
 
     bias_changed(seq_id);
 }
@@ -68,7 +69,8 @@ int32_t llama_dge::map_cells(llama_seq_id seq_id, std::vector<uint32_t> & cells)
     const auto & kv_cells = kv.v_cells[kv.seq_to_stream[seq_id]];
 
     const int32_t n = kv_cells.seq_pos_max(seq_id) + 1;
-    if (n <= 0) {
+    // positions far apart must not take memory
+    if (n <= 0 || (uint32_t) n > kv_cells.get_used()) {
         return LLAMA_DGE_ERR_SEQ;
     }
 
@@ -102,8 +104,10 @@ bool llama_dge::is_due(llama_seq_id seq_id) const {
 
     switch (seq.state) {
         case LLAMA_DGE_STATE_ARMED: return seq.force || n_rows >= due_rows(seq.n_prompt);
-        case LLAMA_DGE_STATE_CUT:   return recalls() && seq.parked && n_rows >= seq.n_checked + refresh_step();
-        default:                    return false;
+        case LLAMA_DGE_STATE_CUT:
+            // rows that were parked in a file, by settings of before, are not chosen from
+            return recalls() && seq.parked && seq.parked->path.empty() && n_rows >= seq.n_checked + refresh_step();
+        default: return false;
     }
 }
 
@@ -354,7 +358,7 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     info.t_select_us   = seq.t_select_us;
     info.t_compact_us  = seq.t_compact_us;
     info.n_cuts        = n_cuts;
-    info.n_parked      = seq.parked ? seq.parked->n_exact : 0;
+    info.n_parked      = seq.parked ? seq.n_exact : 0;
     info.bytes_parked  = seq.parked ? seq.parked->n_bytes() : 0;
     info.n_restored    = seq.n_restored;
     info.t_park_us     = seq.t_park_us;
