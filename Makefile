@@ -39,7 +39,7 @@ help:
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
-	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-cuda-link, test-vulkan, gpu-check, test-integrations, test-browser, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-peers, bench-score, sweep, clean'
+	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-cuda-link, test-vulkan, gpu-check, test-integrations, test-browser, test-sanitize, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-peers, bench-score, sweep, clean'
 
 # --- environment
 

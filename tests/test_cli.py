@@ -208,7 +208,7 @@ def test_run_with_a_file_that_is_not_text(run: Callable[..., tuple[int, str, str
 
 def test_run_with_a_file_that_is_no_model(run: Callable[..., tuple[int, str, str]], document: str) -> None:
     status, _, err = run("run", document, "-p", "Who?")
-    assert status == 1 and "Failed to load model from file" in err
+    assert status == 1 and "is not a GGUF file" in err
 
 
 @pytest.mark.parametrize("command", ["run", "doctor", "demo"])
@@ -348,3 +348,29 @@ def test_chronicle() -> None:
         assert text.count(fact.answer) == 1
     sentences = [sentence for sentence in re.split(r"(?<=\.) |\n\n", text) if sentence]
     assert len(set(sentences)) == len(sentences) > 100
+
+
+def test_options_are_not_abbreviated(
+    run: Callable[..., tuple[int, str, str]], capsys: pytest.CaptureFixture[str], model: str, document: str
+) -> None:
+    with pytest.raises(SystemExit):
+        run("run", model, "-f", document, "--k", "3")  # would be --kernel-size
+    assert "unrecognized arguments: --k 3" in capsys.readouterr().err
+    status, _, err = run(
+        "run", model, "-f", document, "-k", "3", "--budget", "64", "--max-tokens", "6", "--threads", "1"
+    )
+    assert status == 0 and "66" in err, err  # the draft's two on top
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(b"text", "is not a GGUF file"), (b"", "is not a GGUF file"), (b"GGUF\3\0\0\0", "is the file complete?")],
+)
+def test_files_that_are_no_models(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, document: str, content: bytes, text: str
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    for args in (("run", str(path), "-f", document), ("doctor", str(path)), ("compare", str(path), "-f", document)):
+        status, _, err = run(*args)
+        assert status == 1 and (text in err or args[0] == "doctor")

@@ -354,6 +354,7 @@ def test_metrics_are_prometheus_text() -> None:
         (["--budget", "4"], "window=8: must be at most budget=4"),
         (["--full", "--budget", "64"], "--full excludes"),
         (["--set", "n_batches=3"], "--set n_batches=3: must be NAME=VALUE with one of api_key"),
+        (["--config", "servers.json"], "MODEL and --config: choose one"),
     ],
 )
 def test_bad_options(zoo: Zoo, capsys: pytest.CaptureFixture[str], options: list[str], text: str) -> None:
@@ -363,3 +364,15 @@ def test_bad_options(zoo: Zoo, capsys: pytest.CaptureFixture[str], options: list
     finally:
         signal.signal(signal.SIGTERM, before)
     assert text in capsys.readouterr().err
+
+
+def test_bad_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setenv("CONFIG_FILE", "")  # the command sets it
+    path = tmp_path / "servers.yaml"
+    path.write_text("models: [", encoding="utf-8")
+    try:
+        assert main(["serve", "--config", str(path)]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "while parsing" in capsys.readouterr().err

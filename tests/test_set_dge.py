@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -201,3 +202,38 @@ def test_stats_from_another_thread(new_llm: Instances) -> None:
         done.set()
         thread.join()
     assert not errors
+
+
+# mistakes
+
+
+def test_settings_outside_of_dge(new_llm: Instances) -> None:
+    for name in ("budget", "refresh", "policy", "DGE", "Dge_config"):
+        with pytest.raises(TypeError, match=f"unknown parameter {name}; settings go into dge"):
+            new_llm(**{name: 64})
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_budget_that_no_prompt_can_be_longer_than(new_llm: Instances) -> None:
+    with pytest.warns(RuntimeWarning, match="budget=1024 is not less than n_ctx=1024: nothing will be cut"):
+        new_llm(True, n_ctx=1024)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        new_llm({"budget": 1023}, n_ctx=1024)
+        new_llm({"budget": 1.0}, n_ctx=1024)
+        new_llm({"budget": 4096, "refresh": 4}, n_ctx=1024)
+
+
+def test_a_folder_that_is_not_there(new_llm: Instances) -> None:
+    settings = {**CUT, "park": "disk", "park_dir": "/no/such/folder"}
+    with pytest.raises(ValueError, match="park_dir='/no/such/folder': there is no such folder"):
+        new_llm(settings)
+    new_llm({**settings, "park": "ram"})
+
+
+def test_kept_positions_where_nothing_was_cut(new_llm: Instances) -> None:
+    llm = new_llm(CUT)
+    for _ in range(2):
+        with pytest.raises(DGEError, match=r'nothing was cut \(dge_stats.state: "full"\)'):
+            llm.dge_kept(0, 0)
+        greedy(llm, PROMPT[:20], 5)

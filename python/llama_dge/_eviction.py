@@ -50,6 +50,11 @@ class EvictingLlama(llama_cpp.Llama):
             self._dge_warn("supported", f"running without eviction: {reason}")
             return
         self._dge_on = True
+        never = isinstance(config.budget, int) and config.budget >= self.n_ctx() and not config.refresh
+        if never and isinstance(config.head_budgets, str):
+            self._dge_warn(
+                "budget", f"budget={config.budget} is not less than n_ctx={self.n_ctx()}: nothing will be cut"
+            )
         line = f"eviction after {config.draft_tokens} tokens, {config}"
         logger.info(line)
         if self.verbose:

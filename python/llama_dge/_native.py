@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 OK = 0
 NOTHING_TO_CUT = 1
 ERR_UNSUPPORTED = -2
+ERR_SEQ = -4
 ERR_LOST = -13
 
 _POLICIES = {"snapkv": 0, "streamingllm": 1, "pyramidkv": 2, "h2o": 3}
@@ -246,13 +247,16 @@ def raise_interrupt(callback: Any) -> None:
 
 
 def enable(ctx: int, config: DGEConfig) -> Any:
-    """Switch eviction on for a context; raises DGEError, or ValueError where `head_budgets` does not fit the model.
+    """Switch eviction on for a context; raises DGEError, or ValueError where `head_budgets` does not fit the model or
+    there is no `park_dir`.
 
     Returns
     -------
     object
         What the library refers to; keep it as long as the context.
     """
+    if config.parks == "disk" and config.park_dir is not None and not os.path.isdir(config.park_dir):
+        raise ValueError(f"park_dir={config.park_dir!r}: there is no such folder")
     params = _default_params()
     callback = None
     if isinstance(config.policy, str):

@@ -81,8 +81,9 @@ class DGEConfig:
     ----------
     policy
         "snapkv": the rows with the highest scores stay (arXiv 2404.14469). "pyramidkv": the same with more rows in the
-        first layers than in the last (2406.02069). "h2o": the rows with the most attention from the whole prompt,
-        which is summed while the prompt is evaluated and slows that down (2306.14048). "streamingllm": the first
+        first layers than in the last (2406.02069). "h2o": with ``scores="policy"`` or "both", the rows with the most
+        attention from the whole prompt, which is summed while the prompt is evaluated and slows that down (2306.14048);
+        with "draft" or `refresh` it keeps what "snapkv" keeps. "streamingllm": the first
         `sinks` and the last rows stay, whatever their scores (2309.17453). Or an object with a method ``select``, see
         `Policy`.
     scores
@@ -93,13 +94,14 @@ class DGEConfig:
     draft_pooling
         Smoothing of the draft's scores over neighbouring rows: "none" (the paper), "max" (the default: it found nearly
         twice as many facts, see docs/results.md) or "avg". With
-        ``scores="both"``, "none" means the same as `pooling`.
+        ``scores="both"`` or `refresh`, "none" means the same as `pooling`.
     budget
         Rows per layer and KV head that are left of the prompt, the window included. An int counts rows; a float in
-        (0, 1] is a share of the prompt. A prompt that is not longer is not cut.
+        (0, 1] is a share of the prompt. A prompt that is not longer is not cut; with `refresh`, prompt and answer
+        together have to be longer. Without `refresh` the draft's rows are not counted.
     draft_tokens
         Tokens of the answer before the cut (k; 2 in the paper, which found about half of the facts that 8 finds). 1
-        cuts at the end of the prefill, as the bare policy does.
+        cuts at the end of the prefill; with ``scores="policy"`` that is the bare policy.
     window
         Rows at the end of the prompt that always stay; also SnapKV's observation window.
     kernel_size
@@ -120,7 +122,8 @@ class DGEConfig:
         What a later prompt that builds on a cut one does. "restore": the parked rows are put back, what came after them
         is evaluated again, and all goes on as if nothing had been cut; then it is cut anew. Where nothing is parked
         that fits, it is evaluated from its start. "append": its new part is evaluated on the rows that are left: fast,
-        but what was evicted stays lost, and there is no second cut. "reprefill": it is evaluated from its start.
+        but what was evicted stays lost, and there is no second cut. "reprefill": it is evaluated from its start, as
+        "restore" does with ``park="off"``.
     park
         Where the rows of before the cut wait for ``new_turn="restore"``: "ram", host memory; "disk", a file that is
         removed when it is of no use any more; "off", nowhere. On a computer whose cache is in host memory anyway, "ram"

@@ -47,7 +47,7 @@ class Llama(EvictingLlama):
     Raises
     ------
     TypeError
-        An unknown parameter whose name starts with "dge", or an unknown setting in `dge`.
+        An unknown parameter whose name starts with "dge", a setting outside of `dge`, or an unknown one in it.
     ValueError
         A setting that is out of range, ``embedding=True``, or a model that cannot be cut while `dge.strict` is True.
     DGEError
@@ -88,7 +88,8 @@ class Llama(EvictingLlama):
         self._dge_turns = Turns()
         self._dge_cut_by: DGEConfig | None = None  # what the cut was made with; None where a state brought it
 
-        unknown = sorted(name for name in kwargs if name.startswith("dge"))
+        settings = {field.name for field in dataclasses.fields(DGEConfig)}
+        unknown = sorted(name for name in kwargs if name.lower().startswith("dge") or name in settings)
         if unknown:
             raise TypeError(
                 f'unknown parameter {", ".join(unknown)}; settings go into dge, as in dge={{"budget": 512}}'
@@ -199,6 +200,8 @@ class Llama(EvictingLlama):
         if head not in range(n_head):
             raise ValueError(f"head={head!r}: layer {layer} has the KV heads 0 .. {n_head - 1}")
         with self._dge_turns.look():
+            if self._dge_on and (state := _native.seq_stats(self.ctx, SEQ).state) != "cut":
+                raise _native.DGEError(f'dge_kept: nothing was cut (dge_stats.state: "{state}")', _native.ERR_SEQ)
             return _native.kept(self.ctx, SEQ, layer, head)
 
     def evict(self) -> bool:
@@ -236,7 +239,7 @@ class Llama(EvictingLlama):
     # the stock methods that must know about a cut
 
     def close(self) -> None:
-        """Free the model. Whatever asks the library about it raises an error afterwards."""
+        """Free the model. What asks for its cache or its eviction raises an error afterwards."""
         self._dge_on = False
         super().close()
 

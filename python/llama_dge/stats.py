@@ -15,7 +15,8 @@ class DGEStats:
     Parameters
     ----------
     state
-        "full": nothing was evicted. "armed": a cut will follow. "cut": it was done.
+        "full": nothing was evicted, because the prompt is not longer than the budget or for what `error` says. "armed":
+        a cut will follow, if the answer gets so long. "cut": it was done.
     n_prompt
         Tokens of the prompt that the cut applies to.
     n_draft
@@ -24,7 +25,7 @@ class DGEStats:
         Rows of the prompt that may stay on average over layers and heads, with a share of the prompt resolved.
     rows_before, rows_after
         Rows per layer and KV head just before and just after the cut. `rows_after` is that of the head with the most,
-        where heads differ: so many cells are in use.
+        where heads differ: so many cells are in use. With `refresh`, those of the latest choice; `n_draft`, too.
     rows
         Cells in use now.
     n_kv
@@ -42,7 +43,8 @@ class DGEStats:
     n_cuts
         Cuts since the model was loaded.
     rows_parked, bytes_parked
-        Rows of before the cut that wait for a later prompt, and their size.
+        Rows of before the cut that wait for a later prompt; bytes of all that are parked, with `refresh` rows of the
+        answer, too.
     rows_restored
         Rows that the last prompt got back from there; 0 where it did not build on a cut one.
     seconds_park, seconds_restore

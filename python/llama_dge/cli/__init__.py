@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .. import __version__
 from ..models import ModelError
@@ -15,10 +16,15 @@ from . import eval as evaluation
 from ._common import CLIError
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes whole options only: ``--k`` must not be ``--kernel-size``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="llama-dge", description="llama.cpp with Draft-Guided Eviction of the KV cache."
-    )
+    parser = _Parser(prog="llama-dge", description="llama.cpp with Draft-Guided Eviction of the KV cache.")
     parser.add_argument("--version", action="version", version=f"llama-dge {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in (run, chat, serve, compare, estimate, evaluation, inspect, plot, bench, models, doctor, demo):

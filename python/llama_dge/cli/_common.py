@@ -73,11 +73,25 @@ def load(path: Path, progress: Progress, make: Callable[..., Llama] | None = Non
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
+            # contexts are as large as they have to be here, and the commands tell why nothing was cut
+            warnings.filterwarnings("ignore", message="llama_dge: .*nothing will be cut")
             return (make or Llama)(str(path), verbose=False, **kwargs)
     except (ValueError, _native.DGEError) as error:
-        raise CLIError(str(error)) from error
+        raise CLIError(_why_not(path, error)) from error
     finally:
         progress.clear()
+
+
+def _why_not(path: Path, error: Exception) -> str:
+    """What keeps a model from being loaded; the library only says that it failed."""
+    if "Failed to load model" not in str(error):
+        return str(error)
+    try:
+        with open(path, "rb") as file:
+            is_gguf = file.read(4) == b"GGUF"
+    except OSError as problem:
+        return f"cannot read {path}: {problem}"
+    return f"{path}: llama.cpp cannot load it; is the file complete?" if is_gguf else f"{path} is not a GGUF file"
 
 
 def load_vocabulary(path: Path) -> LlamaModel:
@@ -87,7 +101,7 @@ def load_vocabulary(path: Path) -> LlamaModel:
     try:
         return LlamaModel(path_model=str(path), params=params, verbose=False)
     except ValueError as error:
-        raise CLIError(str(error)) from error
+        raise CLIError(_why_not(path, error)) from error
 
 
 def tokenize(vocabulary: LlamaModel, text: str, add_bos: bool | None = None) -> list[int]:

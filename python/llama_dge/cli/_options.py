@@ -142,9 +142,11 @@ def add_dge_options(parser: argparse.ArgumentParser, default: DGEConfig) -> None
     """Add one option per setting that shapes the cut; the help shows the values of `default`."""
     group = parser.add_argument_group("eviction")
 
-    def add(name: str, text: str, **kwargs: Any) -> None:
+    def add(name: str, text: str, *short: str, **kwargs: Any) -> None:
         field = name.replace("-", "_")
-        group.add_argument(f"--{name}", dest=f"dge_{field}", help=f"{text} ({getattr(default, field)})", **kwargs)
+        group.add_argument(
+            *short, f"--{name}", dest=f"dge_{field}", help=f"{text} ({getattr(default, field)})", **kwargs
+        )
 
     add("policy", "which rows stay", choices=POLICIES)
     add("scores", "what ranks them", choices=SCORES)
@@ -154,7 +156,7 @@ def add_dge_options(parser: argparse.ArgumentParser, default: DGEConfig) -> None
     add(
         "budget", "rows that stay per layer and KV head; with a point, a share of the prompt", type=_budget, metavar="N"
     )
-    add("draft-tokens", "tokens of the answer before the cut", type=int, metavar="N")
+    add("draft-tokens", "tokens of the answer before the cut", "-k", type=int, metavar="N")
     add("window", "last rows that always stay", type=int, metavar="N")
     add("sinks", "first rows that always stay, with streamingllm", type=int, metavar="N")
     add("layer-budgets", "how pyramidkv's numbers are rounded", choices=LAYER_BUDGETS)

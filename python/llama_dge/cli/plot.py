@@ -33,6 +33,8 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def _plot(args: argparse.Namespace) -> int:
     try:
         rows = told_apart(unique(row for path in args.results for row in read_rows(path)))
+        if not rows:
+            raise CLIError(f"no rows of `llama-dge eval` in {', '.join(map(str, args.results))}")
         if args.known:
             rows = known_to_full(rows)
         pictures = [(made.name, draw_curves(made)) for made in curves(rows, pool=args.pool)]

@@ -67,6 +67,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def _run(args: argparse.Namespace) -> int:
     try:
         from llama_cpp.server.app import get_server_settings
+        from yaml import YAMLError  # type: ignore[import-untyped]
 
         from .. import server
     except ImportError as error:
@@ -78,12 +79,14 @@ def _run(args: argparse.Namespace) -> int:
         if args.model is None:
             app = _configured(args)
         else:
+            if args.config is not None:
+                raise CLIError("MODEL and --config: choose one")
             if "CONFIG_FILE" in os.environ:
                 raise CLIError("MODEL is given, and the environment names a CONFIG_FILE: choose one")
             given = _settings(args, progress)
             progress.update("loading the model")
             app = server.create_app(server.Settings(**given))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, YAMLError) as error:
         raise CLIError(_text(error)) from error
     finally:
         progress.clear()
