@@ -13,6 +13,7 @@ import pytest
 from llama_dge.cli import main
 from llama_dge.eval import results as results_module
 from llama_dge.eval.engine import Engine
+from llama_dge.eval.prompts import Prompt
 from llama_dge.eval.results import Results, ResultsError, file_sha256, key_of, read_rows
 from llama_dge.eval.summary import summary
 
@@ -157,6 +158,33 @@ def test_two_runs_do_not_write_to_one_file(tmp_path: Path) -> None:
         results.add(row("full", "p0", 1.0, [0.0]))
     with Results(path) as results:
         assert len(results.done) == 1
+
+
+def test_what_rows_have_to_agree_in(tmp_path: Path) -> None:
+    def refused(made: list[dict[str, Any]], part: str, about: dict[str, Any], task: str = "kld") -> bool:
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in made), encoding="utf-8")
+        prompt = Prompt(task, part, "new", (1,), ("x",), {})
+        with Results(path) as results:
+            try:
+                return results.has(prompt, "full", {"model_sha256": "m", **about})
+            except ResultsError:
+                return True
+
+    short, long = ({"max_tokens": n, "kl_tokens": 8} for n in (6, 16))
+    a = row("full", "p0", 1.0, [0.0], task="kld", set="a.txt", limits=short, cache={"type_k": "f16"})
+    assert not refused([a], "b.txt", {"limits": short, "cache": {"type_k": "f16"}})
+    assert refused([a], "b.txt", {"limits": long}) and refused([a], "b.txt", {"cache": {"type_k": "q8_0"}})
+    # the sets of LongBench have limits of their own, and one type of cache
+    b = {**a, "task": "longbench"}
+    assert not refused([b], "trec", {"limits": long, "cache": {"type_k": "f16"}}, "longbench")
+    assert refused([b], "a.txt", {"limits": long}, "longbench")
+    assert refused([b], "trec", {"cache": {"type_k": "q8_0"}}, "longbench")
+    # rows of an older version that were mixed: nothing agrees with both
+    mixed = [a, {**a, "prompt_id": "p1", "limits": long}]
+    assert refused(mixed, "a.txt", {"limits": short}) and refused(mixed, "a.txt", {"limits": long})
+    with pytest.raises(ResultsError, match="incomplete: 'set'"):
+        refused([{key: a[key] for key in a if key != "set"}], "a.txt", {})
 
 
 def test_prompts_that_are_asked_for_twice(needle: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,37 @@ def test_adapters_are_noted_by_sequence(new_context: ContextFactory, switch: Cal
     assert context.reuse(130, N_PROMPT, 0) > 0
 
 
+def test_adapters_are_not_forgotten_while_the_rows_are_there(
+    new_context: ContextFactory, switch: Callable[[Context, bool], None]
+) -> None:
+    def new(n: int) -> Context:
+        context = new_context("g2", n_seq_max=2, dge={**DGE, "park": "ram"})
+        switch(context, True)
+        context.decode(TOKENS[:n], seq=0, every=False)
+        switch(context, False)
+        assert context.reuse(n + 10, n) == 0
+        return context
+
+    context = new(N_PROMPT)
+    assert context.arm(N_PROMPT) == driver.OK
+    context.enable(**DGE, park="ram")
+    assert context.reuse(N_PROMPT + 10, N_PROMPT) == 0
+
+    context = new(N_PROMPT)
+    assert context.seq_rm(0, 10, 20)
+    context.seq_add(0, 20, -1, -10)
+    assert context.reuse(N_PROMPT + 10, N_PROMPT - 10) == 0
+
+    context = new(100)
+    context.seq_cp(1, 0)  # of nothing
+    assert context.reuse(210, 100) == 0
+    context.decode(TOKENS[:200], seq=1, every=False)
+    context.seq_cp(1, 0, 100, 200)  # rows without it behind those with it
+    assert context.reuse(210, 200) == 0
+    switch(context, True)
+    assert context.reuse(210, 200) == 0
+
+
 # memory
 
 

@@ -134,11 +134,19 @@ def test_set_cache_before_eviction_is_on(new_llm: Instances) -> None:
         lambda llm: llm.dge_layers,
         lambda llm: llm.dge_kept(0, 0),
         lambda llm: llm.set_dge({"budget": 64}),
+        lambda llm: llm.eval(PROMPT),
+        lambda llm: greedy(llm, PROMPT, 2),
+        lambda llm: llm.create_completion(PROMPT, max_tokens=2),
+        lambda llm: llm("text", max_tokens=2),
+        lambda llm: llm.create_chat_completion([{"role": "user", "content": "text"}], max_tokens=2),
+        lambda llm: llm.save_state(),
+        lambda llm: llm.load_state(llm.of_before),
     ],
 )
 def test_after_close_there_are_errors(new_llm: Instances, use: Callable[[Any], object]) -> None:
     llm = new_llm(CUT)
     greedy(llm, PROMPT, 20)
+    llm.of_before = llm.save_state()
     llm.close()
     with pytest.raises(Exception, match="closed"):
         use(llm)
@@ -190,8 +198,9 @@ def test_stats_from_another_thread(new_llm: Instances) -> None:
                 stats = llm.dge_stats
                 if stats is not None and stats.state == "cut":
                     assert stats.rows_by_head
-            except DGEError as error:  # the rows of a layer were counted in the middle of a cut
+            except Exception as error:  # the rows of a layer were counted in the middle of a cut
                 errors.append(error)
+                return
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -237,3 +246,48 @@ def test_kept_positions_where_nothing_was_cut(new_llm: Instances) -> None:
         with pytest.raises(DGEError, match=r'nothing was cut \(dge_stats.state: "full"\)'):
             llm.dge_kept(0, 0)
         greedy(llm, PROMPT[:20], 5)
+
+
+def test_stats_are_not_kept_waiting_by_a_request(new_llm: Instances) -> None:
+    """Another thread looks between two tokens: here from within a logits processor, which would wait for itself."""
+    llm, seen = new_llm(CUT), []
+
+    def look(tokens: Any, scores: Any) -> Any:
+        thread = threading.Thread(target=lambda: seen.append(llm.dge_stats))
+        thread.start()
+        thread.join(timeout=20)
+        return scores
+
+    processors = llama_cpp.LogitsProcessorList([look])
+    llm.create_completion(PROMPT, max_tokens=8, temperature=0.0, logit_bias={2: -100}, logits_processor=processors)
+    assert len(seen) == 8 and seen[-1].state == "cut"
+
+
+def test_a_decode_that_failed_while_eviction_was_off(new_llm: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = new_llm(n_batch=64)
+    decode, n_left = llm._ctx.decode, [2]
+
+    def fails(batch: Any) -> None:
+        if n_left[0] == 0:
+            raise RuntimeError("llama_decode returned 1")
+        n_left[0] -= 1
+        decode(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._ctx, "decode", fails)
+        with pytest.raises(RuntimeError, match="returned 1"):
+            llm.eval(PROMPT)
+    assert llm.n_tokens == 128
+    llm.set_dge(CUT)
+    assert greedy(llm, PROMPT, 20) == greedy(new_llm(CUT), PROMPT, 20)
+    assert llm.dge_stats.state == "cut"
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_warning_that_is_an_error_leaves_settings_that_are_in_force(new_llm: Instances) -> None:
+    llm = new_llm(CUT)
+    with pytest.raises(RuntimeWarning, match="nothing will be cut"):
+        llm.set_dge({"budget": 4096})
+    assert llm.dge_config.budget == 4096
+    greedy(llm, PROMPT, 20)
+    assert llm.dge_stats.state == "full" and llm.dge_stats.error is None

@@ -135,13 +135,20 @@ bool llama_dge_on_seq_cp(
 
     if (dge && seq_id_src != seq_id_dst && llama_dge_has(dge, seq_id_dst)) {
         // the queries of the source are not copied: the rows are shared, so there will be no cut
+        const bool replaced =
+                dge->kv.get_stream(seq_id_src) != dge->kv.get_stream(seq_id_dst) || dge->kv.seq_pos_max(seq_id_dst) < 0;
+
+        auto origin = dge->seqs[seq_id_dst].origin;
+
+        if (llama_dge_has(dge, seq_id_src) && dge->kv.seq_pos_max(seq_id_src) >= 0) {
+            origin = replaced ? dge->seqs[seq_id_src].origin : origin.with(dge->seqs[seq_id_src].origin);
+        }
+
         llama_dge_forget(dge, seq_id_dst);
 
+        dge->seqs[seq_id_dst].origin   = origin;
         dge->seqs[seq_id_dst].n_summed = -1;
 
-        if (llama_dge_has(dge, seq_id_src)) {
-            dge->seqs[seq_id_dst].origin = dge->seqs[seq_id_src].origin;
-        }
         if (llama_dge_is_cut(dge, seq_id_src)) {
             dge->seqs[seq_id_dst] = dge->seqs[seq_id_src];
             dge->bias_changed(seq_id_dst);
@@ -175,8 +182,12 @@ bool llama_dge_on_seq_shift(llama_dge * dge, llama_seq_id seq_id) {
     }
 
     if (llama_dge_has(dge, seq_id)) {
+        const auto origin = dge->seqs[seq_id].origin;
+
         llama_dge_forget(dge, seq_id);
 
+        // the rows are still there
+        dge->seqs[seq_id].origin   = origin;
         dge->seqs[seq_id].n_summed = -1;
     }
 

@@ -58,6 +58,15 @@ struct llama_dge_origin {
     llama_dge_adapters adapters;
 
     bool is(const llama_dge_adapters & others) const { return !mixed && (!known || adapters == others); }
+
+    // of rows of both
+    llama_dge_origin with(const llama_dge_origin & other) const {
+        llama_dge_origin res = known ? *this : other;
+
+        res.mixed = mixed || other.mixed || (known && other.known && adapters != other.adapters);
+
+        return res;
+    }
 };
 
 // what DGE knows of one sequence

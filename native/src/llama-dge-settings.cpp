@@ -124,7 +124,10 @@ bool llama_dge::set_params(const llama_dge_params & params_new) {
         auto & seq = seqs[s];
 
         if (seq.state == LLAMA_DGE_STATE_ARMED) {
-            seq = {};
+            const auto origin = seq.origin;
+
+            seq        = {};
+            seq.origin = origin;
         }
 
         // rows that are there already are missing in the sums

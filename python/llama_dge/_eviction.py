@@ -50,15 +50,16 @@ class EvictingLlama(llama_cpp.Llama):
             self._dge_warn("supported", f"running without eviction: {reason}")
             return
         self._dge_on = True
-        never = isinstance(config.budget, int) and config.budget >= self.n_ctx() and not config.refresh
-        if never and isinstance(config.head_budgets, str):
-            self._dge_warn(
-                "budget", f"budget={config.budget} is not less than n_ctx={self.n_ctx()}: nothing will be cut"
-            )
         line = f"eviction after {config.draft_tokens} tokens, {config}"
         logger.info(line)
         if self.verbose:
             print(f"llama_dge: {line}", file=sys.stderr)  # noqa: T201  # as the stock class does
+
+    def _dge_warn_budget(self, config: DGEConfig) -> None:
+        never = isinstance(config.budget, int) and config.budget >= self.n_ctx() and not config.refresh
+        if self._dge_on and never and isinstance(config.head_budgets, str):
+            n_ctx = self.n_ctx()
+            self._dge_warn("budget", f"budget={config.budget} is not less than n_ctx={n_ctx}: nothing will be cut")
 
     def _dge_switch_off(self) -> None:
         if not self._dge_on:

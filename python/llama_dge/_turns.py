@@ -14,14 +14,15 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of a call, and of a whole request
+        self._moment = threading.RLock()  # of one change of the cache, such as an eval; taken after the other one
         self._turn = 0
         self._inside = 0  # calls within a step of a stream, or within another call, are part of it
 
     @contextlib.contextmanager
     def call(self) -> Iterator[int]:
         """Change the cache. Yields the number of the turn, a new one for a call from outside."""
-        with self._lock:
+        with self._lock, self._moment:
             if not self._inside:
                 self._turn += 1
             self._inside += 1
@@ -54,7 +55,13 @@ class Turns:
     @contextlib.contextmanager
     def look(self) -> Iterator[None]:
         """Use the context without starting a turn."""
-        with self._lock:
+        with self._lock, self._moment:
+            yield
+
+    @contextlib.contextmanager
+    def glance(self) -> Iterator[None]:
+        """Read from the context, between two changes of the cache by another thread's request."""
+        with self._moment:
             yield
 
     @contextlib.contextmanager

@@ -105,6 +105,7 @@ class Llama(EvictingLlama):
         if self.dge_config is not None:
             try:
                 self._dge_enable(self.dge_config)
+                self._dge_warn_budget(self.dge_config)
             except BaseException:
                 self.close()
                 raise
@@ -112,8 +113,8 @@ class Llama(EvictingLlama):
     def set_dge(self, dge: bool | Mapping[str, Any] | DGEConfig | None) -> None:
         """Change the settings for the prompts to come.
 
-        A cut that was made already stays until the next call; if that goes on with the answer, it is made anew.
-        `elastic` is decided by the constructor.
+        A cut that was made already stays until the next call. If that goes on with the answer, the prompt is cut anew,
+        but not with ``new_turn="append"`` nor after `load_state`. `elastic` is decided by the constructor.
 
         Parameters
         ----------
@@ -136,6 +137,8 @@ class Llama(EvictingLlama):
             self.dge_config = config
             if self._dge_on and self.cache is not None and not isinstance(self.cache, UncutStates):
                 self.set_cache(self.cache)
+        if config is not None:
+            self._dge_warn_budget(config)
 
     # what users read
 
@@ -149,7 +152,7 @@ class Llama(EvictingLlama):
         """What the last cut did and what the cache holds now; None before any prompt and where eviction is off."""
         if not self._dge_on or self.ctx is None or self.n_tokens == 0:
             return None
-        with self._dge_turns.look():
+        with self._dge_turns.glance():
             stats = _native.seq_stats(self.ctx, SEQ)
             if stats.error is None and self._dge_arm_error is not None:
                 stats = dataclasses.replace(stats, error=self._dge_arm_error)
@@ -199,7 +202,7 @@ class Llama(EvictingLlama):
         n_head = _native.n_head_kv(self.ctx, layer)
         if head not in range(n_head):
             raise ValueError(f"head={head!r}: layer {layer} has the KV heads 0 .. {n_head - 1}")
-        with self._dge_turns.look():
+        with self._dge_turns.glance():
             if self._dge_on and (state := _native.seq_stats(self.ctx, SEQ).state) != "cut":
                 raise _native.DGEError(f'dge_kept: nothing was cut (dge_stats.state: "{state}")', _native.ERR_SEQ)
             return _native.kept(self.ctx, SEQ, layer, head)
@@ -239,9 +242,13 @@ class Llama(EvictingLlama):
     # the stock methods that must know about a cut
 
     def close(self) -> None:
-        """Free the model. What asks for its cache or its eviction raises an error afterwards."""
+        """Free the model. Calls for answers, states, its cache or its eviction raise an error afterwards."""
         self._dge_on = False
         super().close()
+
+    def _dge_check_open(self) -> None:
+        if self.ctx is None:  # the library would follow it
+            raise RuntimeError("the model is closed")
 
     def reset(self) -> None:
         """Reset the model state, eviction included."""
@@ -259,11 +266,14 @@ class Llama(EvictingLlama):
         RuntimeError
             llama_decode failed. With eviction on, the cache is empty then. A DGEError where a device failed in a cut.
         """
+        self._dge_check_open()
         if not self._dge_on:
             start = self.n_tokens
-            super().eval(tokens)
-            if start <= self._dge_text_end:  # set_dge may turn eviction on later
-                self._dge_text_end = self.n_tokens
+            try:
+                super().eval(tokens)
+            finally:
+                if start <= self._dge_text_end:  # set_dge may turn eviction on later
+                    self._dge_text_end = self.n_tokens
             return
         with self._dge_turns.call():
             self._dge_eval(tokens)
@@ -273,6 +283,7 @@ class Llama(EvictingLlama):
 
         With eviction on, the cache is cut when `draft_tokens` tokens have been yielded and another is asked for.
         """
+        self._dge_check_open()
         if not self._dge_on:
             yield from super().generate(tokens, *args, **kwargs)
             return
@@ -295,7 +306,8 @@ class Llama(EvictingLlama):
                 if not armed:
                     # Only now is the prompt complete: it may have come in several evals, some of them before this call.
                     armed = True
-                    cut_seen_at = self._dge_arm()
+                    with self._dge_turns.glance():
+                        cut_seen_at = self._dge_arm()
                 elif cut_seen_at is not None and self.n_tokens >= cut_seen_at:
                     cut_seen_at = None
                     self._dge_report()
@@ -306,6 +318,7 @@ class Llama(EvictingLlama):
 
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
         """Generate text from a prompt; parameters as in llama_cpp.Llama.create_completion."""
+        self._dge_check_open()
         with self._dge_turns.request(self._dge_on):
             try:
                 return super().create_completion(*args, **kwargs)
@@ -316,6 +329,7 @@ class Llama(EvictingLlama):
 
     def create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
         """Generate a reply to messages; parameters as in llama_cpp.Llama.create_chat_completion."""
+        self._dge_check_open()
         with self._dge_turns.request(self._dge_on):
             return super().create_chat_completion(*args, **kwargs)
 
@@ -327,6 +341,7 @@ class Llama(EvictingLlama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """Save the state. After a cut it holds the rows that are left but not those that are parked."""
+        self._dge_check_open()
         with self._dge_turns.look():
             state = super().save_state()
         if self._dge_on:
@@ -351,6 +366,7 @@ class Llama(EvictingLlama):
             The state is damaged, is of another model, cache layout or version, or holds more tokens than n_ctx. The
             cache is empty then.
         """
+        self._dge_check_open()
         saved: dict[str, Any] = getattr(state, "dge", {})
         with self._dge_turns.call():
             try:

@@ -76,7 +76,9 @@ def _questions(
     asked: Sequence[int] = range(len(stack.needles))
     if kind == "codes":
         n = min(task.n_facts, len(stack.needles))
-        asked = [(2 * i + 1) * len(stack.needles) // (2 * n) for i in range(n)]
+        asked = range(len(stack.needles) // (2 * n), len(stack.needles), -(-len(stack.needles) // n))
+        if len(asked) < n:
+            asked = [(2 * i + 1) * len(stack.needles) // (2 * n) for i in range(n)]
     if kind == "together":
         return [_together(task, stack, length, seed, prompter)]
     made = []

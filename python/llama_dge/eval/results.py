@@ -84,6 +84,13 @@ def _made_with(row: Row) -> Row:
     return {name: row[name] for name in _MADE_WITH if name in row}
 
 
+def _kind(name: str, task: str, part: str, n_expected: int, model: str) -> tuple[Any, ...]:
+    """Which rows have to agree in something that they were made with: those that a table may pool."""
+    if name == "cache" or task == "kld":  # whose sets are documents
+        return name, task, model
+    return name, task, part, n_expected, model
+
+
 def _lock(file: IO[str], path: Path) -> None:
     """Keep other runs away from a file until it is closed; raises ResultsError where one has it."""
     if sys.platform == "win32":
@@ -115,7 +122,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.done: set[Key] = set()
-        self._made: dict[tuple[Any, ...], Row] = {}
+        self._made: dict[tuple[Any, ...], list[Any]] = {}
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  # __exit__ closes it
         try:
             _lock(self._file, path)
@@ -149,17 +156,25 @@ class Results:
             Rows of such prompts were made with another cache, another length of answers or in another style, and tables
             would pool them.
         """
-        made = self._made.get((prompt.task, prompt.set, len(prompt.expected), about["model_sha256"]), {})
+        model = about["model_sha256"]
         for name, value in _made_with({**prompt.info, **about}).items():
-            if made.get(name, value) != value:
-                mismatch = f"rows of {prompt.task}, {prompt.set} with {name} {made[name]}, not {value}"
+            made = self._made.get(_kind(name, prompt.task, prompt.set, len(prompt.expected), model), [])
+            other = next((other for other in made if other != value), None)
+            if other is not None:
+                mismatch = f"rows of {prompt.task}, {prompt.set} with {name} {other}, not {value}"
                 raise ResultsError(f"{self._path} has {mismatch}: take another file for --out")
-        return (prompt.task, prompt.id, prompt.sha256, arm, about["model_sha256"]) in self.done
+        return (prompt.task, prompt.id, prompt.sha256, arm, model) in self.done
 
     def _note(self, row: Row) -> None:
         self.done.add(key_of(row))
-        kind = (row["task"], row["set"], len(row["expected"]), row["model_sha256"])
-        self._made.setdefault(kind, _made_with(row))
+        for name, value in _made_with(row).items():
+            try:
+                kind = _kind(name, row["task"], row["set"], len(row["expected"]), row["model_sha256"])
+            except (KeyError, TypeError) as error:
+                raise ResultsError(f"a row is incomplete: {error}") from None
+            made = self._made.setdefault(kind, [])
+            if value not in made:
+                made.append(value)
 
     def add(self, row: Row) -> None:
         """Add a row, in one piece."""

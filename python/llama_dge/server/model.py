@@ -336,7 +336,10 @@ class Proxy(stock.LlamaProxy):
 
     def __call__(self, model: str | None = None) -> Any:
         """Return a model, as the request of this task sees it."""
-        llm = super().__call__(model)
+        try:
+            llm = super().__call__(model)
+        except ValueError as error:  # a model that cannot be loaded is not the client's fault
+            raise RuntimeError(str(error)) from error
         assert isinstance(llm, ServerLlama)
         if llm.service is None:
             llm.service = self._service
