@@ -259,7 +259,7 @@ def test_stats_are_not_kept_waiting_by_a_request(new_llm: Instances) -> None:
         return scores
 
     processors = llama_cpp.LogitsProcessorList([look])
-    llm.create_completion(PROMPT, max_tokens=8, temperature=0.0, logit_bias={2: -100}, logits_processor=processors)
+    llm.create_completion(PROMPT, max_tokens=8, temperature=0.0, logits_processor=processors)
     assert len(seen) == 8 and seen[-1].state == "cut"
 
 
