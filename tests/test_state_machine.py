@@ -42,11 +42,7 @@ class Store:
     """What is parked: the sequence as it was before its cut."""
 
     reference: Reference
-    captured: dict[int, int] | None
-
-    @property
-    def n(self) -> int:
-        return self.reference.n_tokens
+    n: int  # rows that take memory
 
 
 @dataclass
@@ -61,6 +57,7 @@ class Twin:
     # rows whose queries were captured, by slot; None: an abort left it open which
     captured: dict[int, int] | None = field(default_factory=dict)
     parked: Store | None = None  # shared by copies
+    n_parked: int = 0  # rows that may come back: those of a draft that were removed do not
 
     @property
     def n(self) -> int:
@@ -156,8 +153,8 @@ class Machine(RuleBasedStateMachine):
                 later = [p for p in positions if p >= twin.n_prompt - S.window]
                 assert later == list(range(twin.n_prompt - S.window, twin.n))
         if self.park != "off":
-            captured = None if twin.captured is None else dict(twin.captured)
-            twin.parked = Store(twin.reference.fork(), captured)
+            twin.parked = Store(twin.reference.fork(), twin.n)
+            twin.n_parked = twin.n
         twin.reference.mask_all_but(twin.kept)
         first = twin.n_prompt - S.window
         # which cells the past rows lie in does not matter, how many does
@@ -252,7 +249,7 @@ class Machine(RuleBasedStateMachine):
     def restore(self, seq: int, n: int, no_memory: int) -> None:
         """In any state of the sequence: what can be put back is."""
         twin = self.twins[seq]
-        want = min(n, twin.parked.n) if twin.parked else 0
+        want = min(n, twin.n_parked)
         with failing_alloc(no_memory):
             got = self.context.restore(n, seq)
         # copies of streams are made at last by a restore, so there is nothing more to wait for
@@ -276,9 +273,10 @@ class Machine(RuleBasedStateMachine):
 
     def take_back(self, seq: int, n: int) -> None:
         store = self.twins[seq].parked
+        assert store is not None
         reference = store.reference.fork()
         reference.truncate(n)
-        captured = store.captured
+        captured = self.twins[seq].captured  # a copy has none
         if captured is not None:
             captured = {slot: position for slot, position in captured.items() if position < n}
         self.twins[seq] = Twin(reference, [next(self.ids) for _ in range(n)], captured=captured)
@@ -290,7 +288,7 @@ class Machine(RuleBasedStateMachine):
         self.turn(self.some(data, lambda twin: twin.parked is not None), share, n, seed)
 
     def turn(self, seq: int, share: float, n: int, seed: int) -> None:
-        self.restore(seq, max(1, int(self.twins[seq].parked.n * share)), 0)
+        self.restore(seq, max(1, int(self.twins[seq].n_parked * share)), 0)
         self.decode(seq, n, seed)
         self.arm(seq, 1.0)
         for i in range(2):
@@ -348,6 +346,9 @@ class Machine(RuleBasedStateMachine):
             return
         twin.rows = twin.rows[: len(twin.rows) - (twin.n - p0)]
         twin.reference.truncate(p0)
+        twin.n_parked = min(twin.n_parked, p0)
+        if twin.parked and self.park == "ram":
+            twin.parked.n = min(twin.parked.n, p0)
         if twin.captured is not None:
             twin.captured = {slot: position for slot, position in twin.captured.items() if position < p0}
         if twin.state == driver.STATE_ARMED and p0 < twin.n_prompt:
@@ -418,7 +419,7 @@ class Machine(RuleBasedStateMachine):
         new = twin.copy()
         new_ids = {} if new_ids is None else new_ids
         new.rows = [new_ids.setdefault(row, next(self.ids)) for row in twin.rows]
-        new.parked = None  # a state does not hold it
+        new.parked, new.n_parked = None, 0  # a state does not hold it
         return new
 
     @rule(seq=seqs, length=st.floats(0.0, 0.999))
@@ -445,7 +446,7 @@ class Machine(RuleBasedStateMachine):
                 assert (info["n_prompt"], info["boundary"]) == (twin.n_prompt, twin.n_prompt - 1)
                 assert info["pos_min"] == self.context.pos_min(seq) == twin.n_prompt - S.window
                 assert as_lists(self.context.kept(seq)) == twin.kept
-                assert info["n_parked"] == (twin.parked.n if twin.parked else 0)
+                assert info["n_parked"] == twin.n_parked
             else:
                 assert self.context.pos_min(seq) == (0 if twin.n else -1)
                 assert info["n_parked"] == 0 and twin.parked is None

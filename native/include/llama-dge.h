@@ -183,7 +183,7 @@ struct llama_dge_seq_info {
     int64_t   t_select_us;   //               choice of the rows on the host
     int64_t   t_compact_us;  //               rows moved, cells freed
     int64_t   n_cuts;        // cuts in this context since it was enabled, of all sequences
-    int32_t   n_parked;      // rows that llama_dge_seq_restore() could put back, from position 0 on
+    int32_t   n_parked;      // rows that llama_dge_seq_restore() could put back, from 0 on; no draft rows removed since
     int32_t   n_restored; // rows that the last restore of this sequence put back; 0: there was none since it was empty
     int64_t   bytes_parked;
     int64_t   t_park_us;    // microseconds: rows parked, part of t_compact_us
