@@ -50,25 +50,6 @@ static constexpr size_t LLAMA_DGE_PARK_SPARE = 1024;
 // slots of the ring of queries for rows that are removed again
 static constexpr uint32_t LLAMA_DGE_RING_SPARE = 16;
 
-// LoRA adapters that the rows of a sequence were made with
-struct llama_dge_origin {
-    bool known = false; // no: of a state
-    bool mixed = false;
-
-    llama_dge_adapters adapters;
-
-    bool is(const llama_dge_adapters & others) const { return !mixed && (!known || adapters == others); }
-
-    // of rows of both
-    llama_dge_origin with(const llama_dge_origin & other) const {
-        llama_dge_origin res = known ? *this : other;
-
-        res.mixed = mixed || other.mixed || (known && other.known && adapters != other.adapters);
-
-        return res;
-    }
-};
-
 // what DGE knows of one sequence
 struct llama_dge_seq {
     int32_t state = LLAMA_DGE_STATE_FULL;

@@ -28,6 +28,25 @@ struct llama_dge_park_layer {
 // rows that were made with other adapters are of no use
 using llama_dge_adapters = std::vector<std::pair<const void *, float>>;
 
+// LoRA adapters that the rows of a sequence were made with
+struct llama_dge_origin {
+    bool known = false; // no: of a state
+    bool mixed = false;
+
+    llama_dge_adapters adapters;
+
+    bool is(const llama_dge_adapters & others) const { return !mixed && (!known || adapters == others); }
+
+    // of rows of both
+    llama_dge_origin with(const llama_dge_origin & other) const {
+        llama_dge_origin res = known ? *this : other;
+
+        res.mixed = mixed || other.mixed || (known && other.known && adapters != other.adapters);
+
+        return res;
+    }
+};
+
 struct llama_dge_parked {
     llama_dge_parked();
     ~llama_dge_parked();
