@@ -63,9 +63,9 @@ class ErrorHandler(errors.RouteErrorHandler):
         if isinstance(error, served.Gone):
             return 503, {"message": str(error), "type": "cancelled", "param": None, "code": None}
         status, answer = super().error_message_wrapper(error, body)
-        if (
-            status >= 500 and isinstance(error, ValueError) and not isinstance(error, UnicodeError)
-        ):  # llama_cpp.Llama's way to refuse a parameter
+        # llama_cpp.Llama's way to refuse a parameter
+        refused = isinstance(error, ValueError) and not isinstance(error, UnicodeError)
+        if status >= 500 and refused:
             return 400, _invalid(str(error), None)
         return status, answer
 
