@@ -40,6 +40,15 @@ static int32_t llama_dge_check_seq(const struct llama_context * ctx, llama_seq_i
     return seq_id >= 0 && (uint32_t) seq_id < dge->n_seq ? LLAMA_DGE_OK : LLAMA_DGE_ERR_SEQ;
 }
 
+bool llama_dge::table_fits(const llama_context & lctx, const llama_dge_settings & settings) {
+    size_t n_heads = 0;
+    for (const auto & layer : get_kv(lctx)->layers) {
+        n_heads += lctx.get_model().hparams.n_head_kv(layer.il);
+    }
+
+    return settings.head_rows.empty() || settings.head_rows.size() == n_heads;
+}
+
 int32_t llama_dge_supported(const struct llama_context * ctx, char * reason, size_t n) {
     const char * why = llama_dge::unsupported(*ctx);
 
@@ -51,7 +60,10 @@ int32_t llama_dge_supported(const struct llama_context * ctx, char * reason, siz
 }
 
 int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_params * params) {
-    if (!params || !llama_dge_params_ok(*params)) {
+    char reason[512] = "no parameters";
+
+    if (!params || llama_dge_check_params(params, reason, sizeof(reason)) != LLAMA_DGE_OK) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, reason);
         return LLAMA_DGE_ERR_PARAMS;
     }
 
@@ -62,16 +74,12 @@ int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_para
 
     auto & kv = *llama_dge::get_kv(*ctx);
 
-    if (params->head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
-        int32_t n_heads = 0;
-        for (const uint32_t il : kv.get_layer_ids()) {
-            n_heads += ctx->get_model().hparams.n_head_kv(il);
-        }
-        if (params->n_table != n_heads) {
-            LLAMA_LOG_ERROR("%s: the table has %d rows, the layers that are cut have %d heads\n", __func__,
-                    params->n_table, n_heads);
-            return LLAMA_DGE_ERR_PARAMS;
-        }
+    const llama_dge_settings settings(*params);
+
+    if (!llama_dge::table_fits(*ctx, settings)) {
+        LLAMA_LOG_ERROR("%s: head_budgets: %d entries do not fit the layers and KV heads of the model\n", __func__,
+                params->n_table);
+        return LLAMA_DGE_ERR_PARAMS;
     }
 
     try {
@@ -82,7 +90,7 @@ int32_t llama_dge_enable(struct llama_context * ctx, const struct llama_dge_para
 
         auto & dge = created ? *created : *kv.dge;
 
-        if (!dge.set_params(*params)) {
+        if (!dge.set_params(settings)) {
             return LLAMA_DGE_ERR_MEMORY;
         }
 
@@ -112,7 +120,7 @@ int32_t llama_dge_disable(struct llama_context * ctx) {
         return LLAMA_DGE_OK;
     }
     if (dge->any_cut()) {
-        return LLAMA_DGE_ERR_CUT;
+        return LLAMA_DGE_ERR_EVICTED;
     }
     if (dge->lost.any()) {
         return LLAMA_DGE_ERR_LOST;
@@ -164,7 +172,7 @@ int32_t llama_dge_seq_disarm(struct llama_context * ctx, llama_seq_id seq_id) {
     return status;
 }
 
-int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id) {
+int32_t llama_dge_seq_evict(struct llama_context * ctx, llama_seq_id seq_id) {
     int32_t status = llama_dge_check_seq(ctx, seq_id);
     if (status != LLAMA_DGE_OK) {
         return status;
@@ -178,7 +186,7 @@ int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id) {
     if (seq.state != LLAMA_DGE_STATE_ARMED) {
         status = dge.arm(seq_id, dge.kv.seq_pos_max(seq_id) + 1);
         if (status != LLAMA_DGE_OK) {
-            if (status == LLAMA_DGE_ERR_CUT) {
+            if (status == LLAMA_DGE_ERR_EVICTED) {
                 return status;
             }
             seq       = before;
@@ -196,7 +204,7 @@ int32_t llama_dge_seq_cut(struct llama_context * ctx, llama_seq_id seq_id) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
     }
 
-    if (seq.state != LLAMA_DGE_STATE_CUT) {
+    if (seq.state != LLAMA_DGE_STATE_EVICTED) {
         status = seq.error == LLAMA_DGE_OK ? (int32_t) LLAMA_DGE_ERR_COMPUTE : seq.error;
 
         // a lost one is empty
@@ -225,13 +233,11 @@ int32_t llama_dge_seq_reuse(const struct llama_context * ctx, llama_seq_id seq_i
         return 0;
     }
 
-    if (n_prompt <= dge.resolve_budget(n_prompt) && !dge.recalls()) {
+    if (n_prompt <= dge.params.resolve_budget(n_prompt) && !dge.recalls()) {
         return dge.window_reaches(*ctx, seq_id, n_match) ? n_match : 0;
     }
 
-    llama_pos p0;
-    llama_pos p1;
-    dge.needed_queries(n_prompt, n_prompt, p0, p1);
+    const auto [p0, p1] = dge.params.needed_queries(n_prompt, n_prompt);
 
     // rows that will be removed would have to be taken out of the sums
     if (!dge.summed(seq_id, n_match) || (dge.summed(seq_id, n_match + 1) && !dge.sums_bufs.empty())) {
@@ -291,7 +297,7 @@ int32_t llama_dge_get_kept(
     const auto & dge = *llama_dge_get(ctx);
     const auto & seq = dge.seqs[seq_id];
 
-    if (seq.state != LLAMA_DGE_STATE_CUT) {
+    if (seq.state != LLAMA_DGE_STATE_EVICTED) {
         return LLAMA_DGE_ERR_SEQ;
     }
 

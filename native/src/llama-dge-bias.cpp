@@ -11,7 +11,7 @@
 // are. Layers that never needed a bias have none and pay nothing.
 
 static bool llama_dge_is_uneven(const llama_dge_seq & seq) {
-    if (seq.state != LLAMA_DGE_STATE_CUT) {
+    if (seq.state != LLAMA_DGE_STATE_EVICTED) {
         return false;
     }
 
@@ -53,28 +53,18 @@ void llama_dge::bias_changed(llama_seq_id seq_id) {
     }
 }
 
-int64_t llama_dge::bias_rows(size_t ikv, const llama_dge_kept & kept) const {
-    size_t n_cap = 0;
-    for (const auto & heads : kept) {
-        for (const auto & rows : heads) {
-            n_cap = std::max(n_cap, rows.size());
-        }
-    }
+int64_t llama_dge_bias_rows(const llama_dge_kept & kept, size_t i, int64_t n_head) {
+    const size_t n_cap = llama_dge_capacity(kept);
+    const auto & heads = kept[i];
 
-    const auto & heads = kept[ikv];
-
-    const auto is_full = [&](const llama_dge_rows & rows) {
-        return rows.size() == n_cap;
-    };
-    const auto is_same = [&](const llama_dge_rows & rows) {
-        return rows.size() == heads[0].size();
-    };
+    const auto is_full = [&](const llama_dge_rows & rows) { return rows.size() == n_cap; };
+    const auto is_same = [&](const llama_dge_rows & rows) { return rows.size() == heads[0].size(); };
 
     if (std::all_of(heads.begin(), heads.end(), is_full)) {
         return 0;
     }
 
-    return std::all_of(heads.begin(), heads.end(), is_same) ? 1 : kv.hparams.n_head(layers[ikv].il);
+    return std::all_of(heads.begin(), heads.end(), is_same) ? 1 : n_head;
 }
 
 int32_t llama_dge::bias_reserve(const llama_dge_kept & kept) {
@@ -84,7 +74,7 @@ int32_t llama_dge::bias_reserve(const llama_dge_kept & kept) {
 
     for (size_t i = 0; i < layers.size(); ++i) {
         const int64_t n_have = layers[i].bias ? layers[i].bias->ne[1] : 0;
-        const int64_t n_need = bias_rows(i, kept);
+        const int64_t n_need = llama_dge_bias_rows(kept, i, kv.hparams.n_head(layers[i].il));
 
         // a mask per head takes the soft-max path on devices, which cannot read a quantized V there
         if (n_need > 1 && !ggml_backend_buffer_is_host(kv.layers[i].k->buffer) &&

@@ -178,8 +178,8 @@ size_t llama_dge::queries_get(llama_seq_id seq_id, uint8_t * dst, size_t size) c
 }
 
 int32_t llama_dge::queries_set(llama_seq_id seq_id, const uint8_t * src, size_t size) {
-    if (seqs[seq_id].state == LLAMA_DGE_STATE_CUT) {
-        return LLAMA_DGE_ERR_CUT;
+    if (seqs[seq_id].state == LLAMA_DGE_STATE_EVICTED) {
+        return LLAMA_DGE_ERR_EVICTED;
     }
 
     std::vector<uint32_t> cells;

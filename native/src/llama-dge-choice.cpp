@@ -8,8 +8,8 @@
 #include <cstring>
 #include <new>
 
-llama_dge_scorer_ptr llama_dge_new_scorer() {
-    llama_dge_scorer_ptr res(new llama_dge_scorer);
+llama_dge_scratch_ptr llama_dge_new_scratch() {
+    llama_dge_scratch_ptr res(new llama_dge_scratch);
 
     res->backend.reset(ggml_backend_init_by_type(GGML_BACKEND_DEVICE_TYPE_CPU, nullptr));
     if (!res->backend) {

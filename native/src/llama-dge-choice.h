@@ -14,7 +14,7 @@ struct llama_hparams;
 struct llama_dge_layer;
 
 // memory that choices use one after the other
-struct llama_dge_scorer {
+struct llama_dge_scratch {
     ggml_backend_ptr backend; // the CPU's: the parked keys are host memory
     ggml_gallocr_ptr galloc;
 
@@ -22,10 +22,10 @@ struct llama_dge_scorer {
     std::vector<float>   mask;
 };
 
-using llama_dge_scorer_ptr = std::unique_ptr<llama_dge_scorer>;
+using llama_dge_scratch_ptr = std::unique_ptr<llama_dge_scratch>;
 
 // nullptr: out of memory
-llama_dge_scorer_ptr llama_dge_new_scorer();
+llama_dge_scratch_ptr llama_dge_new_scratch();
 
 // what a choice needs to know of a layer
 struct llama_dge_choice_layer {
@@ -78,7 +78,7 @@ struct llama_dge_choice {
     llama_dge_kept         chosen;
     int32_t                status = 0;
 
-    llama_dge_scorer_ptr scorer;
+    llama_dge_scratch_ptr scorer;
 
     std::atomic<bool> cancel { false };
     std::thread       thread;

@@ -16,7 +16,7 @@ static bool llama_dge_has(const llama_dge * dge, llama_seq_id seq_id) {
 }
 
 static bool llama_dge_is_cut(const llama_dge * dge, llama_seq_id seq_id) {
-    return llama_dge_has(dge, seq_id) && dge->seqs[seq_id].state == LLAMA_DGE_STATE_CUT;
+    return llama_dge_has(dge, seq_id) && dge->seqs[seq_id].state == LLAMA_DGE_STATE_EVICTED;
 }
 
 // the sequence is empty now
@@ -237,7 +237,7 @@ bool llama_dge_update(llama_dge * dge, llama_context * lctx) {
 
         int32_t status;
 
-        const bool recall = seq.state == LLAMA_DGE_STATE_CUT;
+        const bool recall = seq.state == LLAMA_DGE_STATE_EVICTED;
 
         try {
             status = recall ? dge->refresh(*lctx, s) : dge->cut(*lctx, s);

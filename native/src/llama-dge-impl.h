@@ -1,7 +1,7 @@
 #pragma once
 
 #include "llama-dge-hooks.h"
-#include "llama-dge-select.h"
+#include "llama-dge-settings.h"
 #include "llama-dge.h"
 #include "llama-kv-cache.h"
 
@@ -25,13 +25,10 @@ bool llama_dge_move_fails();
 // the same, as a backend tells that it cannot copy: throws std::runtime_error
 void llama_dge_check_move();
 
-// values in range, and settings that go together
-bool llama_dge_params_ok(const llama_dge_params & p);
-
 // a choice among the parked rows, made here or by a thread
 struct llama_dge_choice;
 
-struct llama_dge_scorer;
+struct llama_dge_scratch;
 
 struct llama_dge_queries_header;
 
@@ -47,8 +44,15 @@ using llama_dge_choice_ptr = std::unique_ptr<llama_dge_choice, llama_dge_choice_
 // rows that the parked ones may grow by before they move to more memory
 static constexpr size_t LLAMA_DGE_PARK_SPARE = 1024;
 
-// slots of the ring of queries for rows that are removed again
-static constexpr uint32_t LLAMA_DGE_RING_SPARE = 16;
+// transient memory of H2O's sums in a graph, where there is no fused operation
+static constexpr int64_t LLAMA_DGE_SUMS_BLOCK = 24ll * 1024 * 1024;
+
+// rows of bias that layer i needs for a kept set: 0, 1 or n_head
+int64_t llama_dge_bias_rows(const llama_dge_kept & kept, size_t i, int64_t n_head);
+
+// cells of an elastic cache of at most n_max that holds n_rows, and of one that shrinks to n_rows
+int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max);
+uint32_t llama_dge_shrunk_cells(uint32_t n_rows);
 
 // what DGE knows of one sequence
 struct llama_dge_seq {
@@ -87,11 +91,11 @@ struct llama_dge_seq {
 
     // recall
     int32_t n_checked = 0;     // rows at the latest choice or look
-    float   mass      = -1.0f; // REFRESH_AUTO: attention that the rows held just after the latest choice, -1: unknown
-    int64_t n_refresh = 0;
+    float   mass      = -1.0f; // RECALL_AUTO: attention that the rows held just after the latest choice, -1: unknown
+    int64_t n_recalls = 0;
     int64_t n_checks  = 0;
     int64_t n_moved   = 0;
-    int64_t t_refresh_us = 0;
+    int64_t t_recall_us = 0;
 
     // the rows of before the cut; shared with copies of the sequence
     std::shared_ptr<llama_dge_parked> parked;
@@ -161,10 +165,14 @@ struct llama_dge {
     // the cache that can be cut, nullptr if there is none
     static llama_kv_cache * get_kv(const llama_context & lctx);
 
-    static llama_dge_select_params select_params(const llama_dge_params & params);
+    // does the table of budgets have the model's layers and heads?
+    static bool table_fits(const llama_context & lctx, const llama_dge_settings & settings);
+
+    static void estimate(const llama_context & lctx, const llama_dge_settings & settings, int32_t n_prompt, bool elastic,
+            llama_dge_estimate & res);
 
     // false: out of memory, nothing changed
-    bool set_params(const llama_dge_params & params);
+    bool set_params(const llama_dge_settings & params);
 
     // free all that eviction needs; the cache stays elastic
     void set_off();
@@ -230,15 +238,6 @@ struct llama_dge {
     //
     // cut
     //
-
-    // a prompt that is not longer is not cut
-    int32_t resolve_budget(int32_t n_prompt) const;
-
-    // what is reported: with a table the mean over layers and heads
-    int32_t mean_budget(int32_t budget) const;
-
-    // positions of the queries that the scores of a prompt of n_prompt rows need, [p0, p1)
-    void needed_queries(int32_t n_prompt, int32_t n_rows, llama_pos & p0, llama_pos & p1) const;
 
     bool is_due(llama_seq_id seq_id) const;
 
@@ -352,13 +351,7 @@ struct llama_dge {
     // recall
     //
 
-    bool recalls() const { return params.refresh != 0; }
-
-    // rows at which a prompt is cut
-    int32_t due_rows(int32_t n_prompt) const;
-
-    // rows after the latest choice at which the next one, or the look whether it pays, is due
-    int32_t refresh_step() const;
+    bool recalls() const { return params.recalls(); }
 
     // cells of a sequence that was cut: those of past rows by slot, the others by position from pos_min on
     int32_t map_cut_cells(llama_seq_id seq_id, std::vector<uint32_t> & slots, std::vector<uint32_t> & tail) const;
@@ -389,14 +382,11 @@ struct llama_dge {
     // rows from p0 on are removed from the sequence
     void park_truncate(llama_seq_id seq_id, llama_pos p0);
 
-    // one choice; NOTHING_TO_CUT where none was needed
+    // one choice; NOTHING_TO_EVICT where none was needed
     int32_t refresh(llama_context & lctx, llama_seq_id seq_id);
 
     // rows that are there afterwards, or a status
     int32_t restore(llama_context & lctx, llama_seq_id seq_id, int32_t n_match);
-
-    // rows of bias that layer ikv needs for these rows: 0, 1 or n_head
-    int64_t bias_rows(size_t ikv, const llama_dge_kept & kept) const;
 
     // ERR_MEMORY, or ERR_UNSUPPORTED where a layer's attention cannot take such a bias
     int32_t bias_reserve(const llama_dge_kept & kept);
@@ -458,11 +448,9 @@ struct llama_dge {
     std::bitset<LLAMA_MAX_SEQ> lost; // sequences, those that eviction does not know included
 
     std::vector<llama_dge_choice_ptr>              choices; // [n_seq] those of threads
-    std::vector<std::unique_ptr<llama_dge_scorer>> scorers; // not in use
+    std::vector<std::unique_ptr<llama_dge_scratch>> scorers; // not in use
 
-    std::string park_dir; // copy of llama_dge_params.park_dir
-
-    llama_dge_params params = {};
+    llama_dge_settings params;
 
     uint32_t n_ring = 0; // query rows per sequence
 
@@ -476,14 +464,12 @@ struct llama_dge {
     bool     bias_dirty   = false;
     uint64_t bias_version = 0; // graphs that hold another one are built again
 
-    std::vector<int32_t> table; // copy of llama_dge_params.table
-
     std::vector<llama_dge_seq> seqs; // [n_seq]
 
     bool active  = true;  // false: eviction is off (yet, or being switched off), capture nothing
     bool rebuild = false; // graphs must be built again: report an update without doing one
 
-    int64_t n_cuts = 0;
+    int64_t n_evictions = 0;
 
     // sequences of a state that is being read; they take effect when the cells are there
     std::vector<std::pair<llama_seq_id, llama_dge_seq>> pending;

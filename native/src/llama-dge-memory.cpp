@@ -57,6 +57,14 @@ static void llama_dge_trim() {
 #endif
 }
 
+int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max) {
+    return llama_dge_ladder(n_rows, n_max);
+}
+
+uint32_t llama_dge_shrunk_cells(uint32_t n_rows) {
+    return GGML_PAD(n_rows + LLAMA_DGE_CELLS_SPARE, LLAMA_DGE_CELLS_PAD);
+}
+
 //
 // API
 //
@@ -69,10 +77,6 @@ bool llama_dge_is_elastic(const struct llama_context * ctx) {
     const auto * kv = llama_dge::get_kv(*ctx);
 
     return kv && kv->dge && kv->dge->elastic;
-}
-
-int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max) {
-    return n_rows < 0 || n_max < 0 ? LLAMA_DGE_ERR_PARAMS : (int32_t) llama_dge_ladder(n_rows, n_max);
 }
 
 void llama_dge_debug_fail_alloc(int32_t n) {
@@ -379,7 +383,7 @@ bool llama_dge::grow(uint32_t n_rows) {
 }
 
 uint32_t llama_dge::shrunk_size(uint32_t n_top) const {
-    const uint32_t n_cells = GGML_PAD(n_top + LLAMA_DGE_CELLS_SPARE, LLAMA_DGE_CELLS_PAD);
+    const uint32_t n_cells = llama_dge_shrunk_cells(n_top);
 
     return elastic && n_cells < kv.get_size() && !kv.get_has_shift() ? n_cells : kv.get_size();
 }

@@ -12,9 +12,8 @@
 // Recall: the rows that stay in the cache are chosen again and again from all rows, which are parked in host memory.
 // The CPU scores the parked keys where they are; only rows that the cache does not hold yet are copied into it.
 
-// REFRESH_AUTO looks every so many tokens, and chooses after so many in any case: in a long answer, what is needed next
+// RECALL_AUTO looks every so many tokens, and chooses after so many in any case: in a long answer, what is needed next
 // does not always show in the attention of the token before it
-static constexpr int32_t LLAMA_DGE_AUTO_STEP   = 1;
 static constexpr int32_t LLAMA_DGE_AUTO_MAX    = 8;
 static constexpr size_t  LLAMA_DGE_AUTO_LAYERS = 4; // looked at, spread over the model
 
@@ -23,26 +22,6 @@ void llama_dge_choice_deleter::operator()(llama_dge_choice * choice) const {
 }
 
 llama_dge::~llama_dge() = default; // here, where a choice is known
-
-//
-// when
-//
-
-int32_t llama_dge::due_rows(int32_t n_prompt) const {
-    const int32_t n_draft = n_prompt + params.draft_tokens - 1;
-
-    if (!recalls()) {
-        return n_draft;
-    }
-
-    const int32_t budget = resolve_budget(n_prompt);
-
-    return n_prompt > budget ? n_draft : std::max(n_draft, budget + refresh_step());
-}
-
-int32_t llama_dge::refresh_step() const {
-    return params.refresh == LLAMA_DGE_REFRESH_AUTO ? LLAMA_DGE_AUTO_STEP : params.refresh;
-}
 
 //
 // which
@@ -142,15 +121,15 @@ llama_dge_choice_ptr llama_dge::new_choice(llama_context & lctx, llama_seq_id se
     res->n_q        = params.window;
     res->flash_attn = lctx.get_cparams().flash_attn;
 
-    select_input(n_rows, resolve_budget(seq.n_prompt), res->input);
+    select_input(n_rows, params.resolve_budget(seq.n_prompt), res->input);
 
-    if (!llama_dge_get_policy(params.policy)->needs_scores) {
+    if (!llama_dge_needs_attention(params.sel)) {
         return res;
     }
 
     // the ring is new, or the sequence a copy: some more tokens will fill it
     if (!captured(seq_id, n_rows - params.window, n_rows)) {
-        res->status = LLAMA_DGE_NOTHING_TO_CUT;
+        res->status = LLAMA_DGE_NOTHING_TO_EVICT;
         return res;
     }
 
@@ -195,7 +174,7 @@ llama_dge_choice_ptr llama_dge::new_choice(llama_context & lctx, llama_seq_id se
         res->scorer = std::move(scorers.back());
         scorers.pop_back();
     } else {
-        res->scorer = llama_dge_new_scorer();
+        res->scorer = llama_dge_new_scratch();
     }
 
     if (!res->scorer) {
@@ -216,7 +195,7 @@ llama_dge_choice_ptr llama_dge::new_choice(llama_context & lctx, llama_seq_id se
     }
     if (set_abort) {
         // the user's callback is not called from a thread that the user does not know of
-        if (params.refresh_overlap) {
+        if (params.recall_async) {
             set_abort(backend, [](void * data) { return ((std::atomic<bool> *) data)->load(); }, &res->cancel);
         } else {
             set_abort(backend, lctx.abort_callback, lctx.abort_callback_data);
@@ -318,15 +297,15 @@ int32_t llama_dge::refresh(llama_context & lctx, llama_seq_id seq_id) {
     const int32_t n_rows = seq.parked->n_rows;
     const int32_t n_past = n_rows - params.window;
 
-    if (n_past < seq.pos_min || n_rows <= resolve_budget(seq.n_prompt)) {
+    if (n_past < seq.pos_min || n_rows <= params.resolve_budget(seq.n_prompt)) {
         seq.n_checked = n_rows;
-        return LLAMA_DGE_NOTHING_TO_CUT;
+        return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
     choice = new_choice(lctx, seq_id, n_rows);
     status = choice->status;
 
-    if (status == LLAMA_DGE_OK && choice->scorer && params.refresh == LLAMA_DGE_REFRESH_AUTO &&
+    if (status == LLAMA_DGE_OK && choice->scorer && params.recall == LLAMA_DGE_RECALL_AUTO &&
             n_rows < seq.n_before + LLAMA_DGE_AUTO_MAX) {
         float mass = 0.0f;
 
@@ -335,19 +314,19 @@ int32_t llama_dge::refresh(llama_context & lctx, llama_seq_id seq_id) {
         seq.n_checks += status == LLAMA_DGE_OK;
 
         // how much a budget can hold differs from model to model and text to text, so a fall counts and not a level
-        if (status == LLAMA_DGE_OK && seq.mass >= 0.0f && mass >= params.refresh_mass * seq.mass) {
-            status = LLAMA_DGE_NOTHING_TO_CUT;
+        if (status == LLAMA_DGE_OK && seq.mass >= 0.0f && mass >= params.recall_mass * seq.mass) {
+            status = LLAMA_DGE_NOTHING_TO_EVICT;
         }
     }
 
-    if (status == LLAMA_DGE_OK && params.refresh_overlap) {
+    if (status == LLAMA_DGE_OK && params.recall_async) {
         seq.n_checked = n_rows;
-        seq.t_refresh_us += ggml_time_us() - t0;
+        seq.t_recall_us += ggml_time_us() - t0;
 
         choice->start();
         choices[seq_id] = std::move(choice);
 
-        return LLAMA_DGE_NOTHING_TO_CUT;
+        return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
     if (status == LLAMA_DGE_OK) {
@@ -362,7 +341,7 @@ int32_t llama_dge::refresh(llama_context & lctx, llama_seq_id seq_id) {
 
     if (status >= 0) {
         seq.n_checked = n_rows;
-        seq.t_refresh_us += ggml_time_us() - t0;
+        seq.t_recall_us += ggml_time_us() - t0;
     }
 
     return status;
@@ -380,14 +359,14 @@ int32_t llama_dge::take(llama_dge_choice & choice, llama_seq_id seq_id, std::vec
         return status;
     }
 
-    seq.n_refresh++;
+    seq.n_recalls++;
 
     bias_changed(seq_id);
 
     // an estimate that fails (out of memory) makes the next look choose
     seq.mass = -1.0f;
 
-    if (choice.scorer && params.refresh == LLAMA_DGE_REFRESH_AUTO &&
+    if (choice.scorer && params.recall == LLAMA_DGE_RECALL_AUTO &&
             held_mass(choice, seq_id, seq.mass) != LLAMA_DGE_OK) {
         seq.mass = -1.0f;
     }

@@ -119,7 +119,7 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
         parked->exts.push_back(kv.v_cells[strm].ext_get(cell));
     }
 
-    const bool sums = llama_dge_needs_sums(select_params(params));
+    const bool sums = llama_dge_needs_sums(params.sel);
 
     for (size_t i = 0; i < kv.layers.size(); ++i) {
         auto & layer = parked->layers.emplace_back();
@@ -162,7 +162,7 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
 
     if (params.park == LLAMA_DGE_PARK_RAM) {
         // rows that are decoded after the cut are added where they may be chosen
-        const size_t n_cap = cells.size() + (params.refresh != 0 ? LLAMA_DGE_PARK_SPARE : 0);
+        const size_t n_cap = cells.size() + (params.recall != 0 ? LLAMA_DGE_PARK_SPARE : 0);
 
         // filled layer by layer while the cut frees the layers' old buffers
         for (auto & layer : parked->layers) {
@@ -175,7 +175,7 @@ std::shared_ptr<llama_dge_parked> llama_dge::park_begin(
     }
 
     std::string error;
-    bool        ok = parked->file_begin(park_dir, error);
+    bool        ok = parked->file_begin(params.park_path, error);
 
     for (size_t i = 0; ok && i < parked->layers.size(); ++i) {
         auto & layer = parked->layers[i];

@@ -1,5 +1,6 @@
 #include "llama-dge-select.h"
 
+#include "llama-dge-policy.h"
 #include "llama-dge.h"
 
 #include <algorithm>
@@ -8,69 +9,100 @@
 #include <limits>
 #include <numeric>
 
-const llama_dge_policy_impl * llama_dge_get_policy(int32_t policy) {
-    switch (policy) {
-        case LLAMA_DGE_POLICY_SNAPKV:       return &llama_dge_policy_snapkv;
-        case LLAMA_DGE_POLICY_STREAMINGLLM: return &llama_dge_policy_streamingllm;
-        case LLAMA_DGE_POLICY_PYRAMIDKV:    return &llama_dge_policy_pyramidkv;
-        case LLAMA_DGE_POLICY_H2O:          return &llama_dge_policy_h2o;
-        case LLAMA_DGE_POLICY_CUSTOM:       return &llama_dge_policy_custom;
-        default:                            return nullptr;
-    }
+bool llama_dge_needs_attention(const llama_dge_select_params & params) {
+    return !params.policy || params.policy->scorer != LLAMA_DGE_SCORER_NONE;
 }
 
 static bool llama_dge_needs_own_scores(const llama_dge_select_params & params) {
-    return llama_dge_get_policy(params.policy)->needs_scores && params.scores != LLAMA_DGE_SCORES_DRAFT;
+    return llama_dge_needs_attention(params) && params.scores != LLAMA_DGE_SCORES_DRAFT;
 }
 
-bool llama_dge_needs_window_scores(const llama_dge_select_params & params) {
-    return llama_dge_needs_own_scores(params) && !llama_dge_get_policy(params.policy)->needs_sums;
+bool llama_dge_needs_own_queries(const llama_dge_select_params & params) {
+    return llama_dge_needs_own_scores(params) && !llama_dge_needs_sums(params);
 }
 
 bool llama_dge_needs_sums(const llama_dge_select_params & params) {
-    return llama_dge_needs_own_scores(params) && llama_dge_get_policy(params.policy)->needs_sums;
+    return llama_dge_needs_own_scores(params) && params.policy && params.policy->scorer == LLAMA_DGE_SCORER_SUMS;
 }
 
-bool llama_dge_needs_draft_scores(const llama_dge_select_params & params) {
-    return llama_dge_get_policy(params.policy)->needs_scores && params.scores != LLAMA_DGE_SCORES_POLICY;
+bool llama_dge_needs_draft_queries(const llama_dge_select_params & params) {
+    return llama_dge_needs_attention(params) && params.scores != LLAMA_DGE_SCORES_POLICY;
+}
+
+int32_t llama_dge_n_own_queries(const llama_dge_select_params & params, int32_t window) {
+    return params.policy && params.policy->scorer == LLAMA_DGE_SCORER_LAST ? 1 : window;
+}
+
+// van Herk's maximum: of blocks as long as the window, from the left and from the right
+static void llama_dge_pool_max(std::vector<float> & data, int64_t half) {
+    const int64_t n = data.size();
+    const int64_t k = 2 * half + 1;
+
+    const float none = -std::numeric_limits<float>::infinity();
+
+    // a NaN compares false and loses
+    const auto greater = [](float a, float b) { return b > a ? b : a; };
+
+    std::vector<float> left(n + k, none);
+    for (int64_t i = 0; i < n; ++i) {
+        left[i + half] = greater(none, data[i]);
+    }
+
+    std::vector<float> right = left;
+
+    for (int64_t i = 1; i < n + k; ++i) {
+        left[i] = i % k == 0 ? left[i] : greater(left[i - 1], left[i]);
+    }
+    for (int64_t i = n + k - 2; i >= 0; --i) {
+        right[i] = (i + 1) % k == 0 ? right[i] : greater(right[i + 1], right[i]);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+        data[i] = greater(right[i], left[i + k - 1]);
+    }
+}
+
+static void llama_dge_pool_avg(std::vector<float> & data, int64_t half, int32_t kernel_size) {
+    const int64_t n = data.size();
+
+    // sums and counts in front of each entry; what is not finite must not spoil the sums behind it
+    std::vector<double>  sum(n + 1, 0.0);
+    std::vector<int64_t> n_odd(n + 1, 0);
+
+    for (int64_t i = 0; i < n; ++i) {
+        const bool odd = !std::isfinite(data[i]);
+
+        sum[i + 1]   = sum[i] + (odd ? 0.0 : data[i]);
+        n_odd[i + 1] = n_odd[i] + odd;
+    }
+
+    std::vector<float> res(n);
+
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t i0 = std::max<int64_t>(0, i - half);
+        const int64_t i1 = std::min(n, i + half + 1);
+
+        double x = sum[i1] - sum[i0];
+        for (int64_t j = i0; n_odd[i1] != n_odd[i0] && j < i1; ++j) {
+            x += std::isfinite(data[j]) ? 0.0 : data[j];
+        }
+
+        res[i] = (float) (x / kernel_size);
+    }
+
+    data = std::move(res);
 }
 
 void llama_dge_pool(std::vector<float> & data, int32_t pooling, int32_t kernel_size) {
-    if (pooling == LLAMA_DGE_POOLING_NONE || kernel_size <= 1) {
+    if (pooling == LLAMA_DGE_POOLING_NONE || kernel_size <= 1 || data.empty()) {
         return;
     }
 
-    const int64_t n    = data.size();
-    const int64_t half = std::min<int64_t>(kernel_size / 2, n);
+    const int64_t half = std::min<int64_t>(kernel_size / 2, data.size());
 
-    const bool  is_max = pooling == LLAMA_DGE_POOLING_MAX;
-    const float none   = is_max ? -std::numeric_limits<float>::infinity() : 0.0f;
-
-    // one shift of the whole row after the other: these loops vectorize
-    std::vector<float> padded(n + 2 * half, none);
-    std::copy(data.begin(), data.end(), padded.begin() + half);
-
-    std::fill(data.begin(), data.end(), none);
-
-    for (int64_t j = 0; j < 2 * half + 1; ++j) {
-        const float * src = padded.data() + j;
-        float *       dst = data.data();
-
-        if (is_max) {
-            for (int64_t i = 0; i < n; ++i) {
-                dst[i] = src[i] > dst[i] ? src[i] : dst[i]; // a NaN compares false and loses
-            }
-        } else {
-            for (int64_t i = 0; i < n; ++i) {
-                dst[i] += src[i];
-            }
-        }
-    }
-
-    if (!is_max) {
-        for (float & x : data) {
-            x /= kernel_size;
-        }
+    if (pooling == LLAMA_DGE_POOLING_MAX) {
+        llama_dge_pool_max(data, half);
+    } else {
+        llama_dge_pool_avg(data, half, kernel_size);
     }
 }
 
@@ -146,48 +178,51 @@ llama_dge_rows llama_dge_top_rows(const std::vector<float> & scores, int32_t n) 
     return rows;
 }
 
-// the score by which the rows of one head are ranked
-static std::vector<float> llama_dge_rank(
-        const llama_dge_select_input & input, const llama_dge_layer_scores & layer, int32_t ih) {
+static llama_dge_ranks llama_dge_split(const std::vector<float> & scores, int32_t n_head, int32_t n_past) {
+    llama_dge_ranks res(n_head);
+
+    for (int32_t ih = 0; ih < n_head && !scores.empty(); ++ih) {
+        const auto begin = scores.begin() + (size_t) ih * n_past;
+
+        res[ih].assign(begin, begin + n_past);
+    }
+
+    return res;
+}
+
+// the scores by which the entries of a layer's heads are ranked
+static llama_dge_ranks llama_dge_rank(const llama_dge_select_input & input, const llama_dge_layer_scores & layer) {
     const auto & params = input.params;
+    const auto * policy = params.policy;
 
-    const auto head = [&](const std::vector<float> & scores) {
-        const auto begin = scores.begin() + (size_t) ih * input.n_past;
-        return std::vector<float>(begin, begin + input.n_past);
-    };
+    const bool is_own   = params.scores != LLAMA_DGE_SCORES_DRAFT || !llama_dge_needs_attention(params);
+    const bool is_draft = llama_dge_needs_draft_queries(params);
 
-    std::vector<float> own;
-    std::vector<float> draft;
+    auto own   = llama_dge_split(is_own ? layer.own : std::vector<float>(), layer.n_head_kv, input.n_past);
+    auto draft = llama_dge_split(is_draft ? layer.draft : std::vector<float>(), layer.n_head_kv, input.n_past);
 
-    if (llama_dge_needs_own_scores(params)) {
-        own = head(layer.window);
+    if (is_own && policy && policy->rank) {
+        policy->rank(input, own);
+    }
 
-        // sums over the whole prompt are smooth already, and H2O does not pool them
-        if (!llama_dge_needs_sums(params)) {
-            llama_dge_pool(own, params.pooling, params.kernel_size);
+    for (int32_t ih = 0; ih < layer.n_head_kv; ++ih) {
+        if (is_own && (!policy || policy->pools)) {
+            llama_dge_pool(own[ih], params.pooling, params.kernel_size);
+        }
+        if (is_draft) {
+            llama_dge_pool(draft[ih], params.pooling, params.kernel_size);
+        }
+        if (is_own && is_draft) {
+            llama_dge_normalize(own[ih]);
+            llama_dge_normalize(draft[ih]);
+
+            for (size_t i = 0; i < own[ih].size(); ++i) {
+                own[ih][i] += draft[ih][i];
+            }
         }
     }
 
-    if (llama_dge_needs_draft_scores(params)) {
-        draft = head(layer.draft);
-
-        // unpooled spikes of the draft would drown the pooled window, so "none" means "as the window" here
-        const bool same = params.scores == LLAMA_DGE_SCORES_BOTH && params.draft_pooling == LLAMA_DGE_POOLING_NONE;
-        llama_dge_pool(draft, same ? params.pooling : params.draft_pooling, params.kernel_size);
-    }
-
-    if (own.empty() || draft.empty()) {
-        return own.empty() ? draft : own;
-    }
-
-    llama_dge_normalize(own);
-    llama_dge_normalize(draft);
-
-    for (size_t i = 0; i < own.size(); ++i) {
-        own[i] += draft[i];
-    }
-
-    return own;
+    return is_own ? own : draft;
 }
 
 std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int32_t n) {
@@ -250,56 +285,68 @@ std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int3
     return caps;
 }
 
-static bool llama_dge_rows_ok(const llama_dge_rows & rows, int32_t n_past) {
-    for (size_t i = 0; i < rows.size(); ++i) {
-        if (rows[i] < (i > 0 ? rows[i - 1] + 1 : 0) || rows[i] >= n_past) {
-            return false;
+static std::vector<int32_t> llama_dge_layer_caps(const llama_dge_select_input & input) {
+    const auto * policy = input.params.policy;
+
+    return policy && policy->caps ? policy->caps(input)
+                                  : std::vector<int32_t>(input.layers.size(), input.n_cap);
+}
+
+std::vector<std::vector<int32_t>> llama_dge_most_rows(const llama_dge_select_input & input) {
+    const auto caps = llama_dge_layer_caps(input);
+
+    std::vector<std::vector<int32_t>> res;
+
+    for (size_t i = 0; i < input.layers.size(); ++i) {
+        const int32_t n_head = input.layers[i].n_head_kv;
+
+        int32_t n = caps[i];
+
+        // one head may have all of the layer's best scores
+        if (input.params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE && n_head > 1) {
+            n = (int32_t) ((8ll * n * n_head + 5) / 10) + n / 5 + 1;
+        }
+
+        res.push_back(input.table.empty() ? std::vector<int32_t>(n_head, n) : input.table[i]);
+
+        for (int32_t & cap : res.back()) {
+            cap = std::min(cap, input.n_past);
         }
     }
 
-    return true;
+    return res;
 }
 
 bool llama_dge_select(const llama_dge_select_input & input, llama_dge_kept & kept) {
-    const auto * policy = llama_dge_get_policy(input.params.policy);
-
-    const std::vector<int32_t> layer_caps =
-            policy->caps ? policy->caps(input) : std::vector<int32_t>(input.layers.size(), input.n_cap);
+    const auto caps = llama_dge_layer_caps(input);
 
     kept.assign(input.layers.size(), {});
 
     for (size_t i = 0; i < input.layers.size(); ++i) {
-        const auto & layer = input.layers[i];
+        const int32_t n_head = input.layers[i].n_head_kv;
 
-        llama_dge_ranks ranks;
-        for (int32_t ih = 0; ih < layer.n_head_kv; ++ih) {
-            ranks.push_back(llama_dge_rank(input, layer, ih));
-        }
+        const auto ranks = llama_dge_rank(input, input.layers[i]);
 
-        if (!policy->select) {
-            kept[i].resize(layer.n_head_kv);
+        if (!input.params.policy) {
+            kept[i].resize(n_head);
 
-            if (!input.custom(i, layer_caps[i], ranks, kept[i])) {
+            const auto is_ok = [&](const llama_dge_rows & rows) { return llama_dge_rows_ok(rows, input.n_past); };
+
+            if (!input.custom(i, caps[i], ranks, kept[i]) || !std::all_of(kept[i].begin(), kept[i].end(), is_ok)) {
                 return false;
             }
-            for (const auto & rows : kept[i]) {
-                if (!llama_dge_rows_ok(rows, input.n_past)) {
-                    return false;
-                }
-            }
-
             continue;
         }
 
-        std::vector<int32_t> caps(layer.n_head_kv, layer_caps[i]);
+        std::vector<int32_t> head_caps(n_head, caps[i]);
         if (input.params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE) {
-            caps = llama_dge_adaptive_caps(ranks, layer_caps[i]);
+            head_caps = llama_dge_adaptive_caps(ranks, caps[i]);
         } else if (input.params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
-            caps = input.table[i];
+            head_caps = input.table[i];
         }
 
-        for (int32_t ih = 0; ih < layer.n_head_kv; ++ih) {
-            kept[i].push_back(policy->select(input, ranks[ih], std::min(caps[ih], input.n_past)));
+        for (int32_t ih = 0; ih < n_head; ++ih) {
+            kept[i].push_back(llama_dge_top_rows(ranks[ih], std::min(head_caps[ih], input.n_past)));
         }
     }
 

@@ -83,7 +83,7 @@ void llama_dge_state_write(const llama_dge * dge, llama_io_write_i & io, llama_s
 
     std::vector<uint32_t> ids;
     for (uint32_t s = 0; s < dge->n_seq; ++s) {
-        if ((seq_id == -1 || (llama_seq_id) s == seq_id) && dge->seqs[s].state == LLAMA_DGE_STATE_CUT) {
+        if ((seq_id == -1 || (llama_seq_id) s == seq_id) && dge->seqs[s].state == LLAMA_DGE_STATE_EVICTED) {
             ids.push_back(s);
         }
     }
@@ -171,7 +171,7 @@ void llama_dge_state_read(llama_dge * dge, llama_io_read_i & io, llama_seq_id se
 
         llama_dge_seq seq;
 
-        seq.state        = LLAMA_DGE_STATE_CUT;
+        seq.state        = LLAMA_DGE_STATE_EVICTED;
         seq.n_prompt     = head.n_prompt;
         seq.n_draft      = head.n_draft;
         seq.budget       = head.budget;

@@ -9,8 +9,6 @@
 // exact ubatch by ubatch. Where a device does not have the fused operation, query rows and KV heads are taken in blocks,
 // so that the attention matrix never exists.
 
-static constexpr int64_t LLAMA_DGE_SUMS_BLOCK = 24ll * 1024 * 1024;
-
 struct llama_dge_sums_blocks {
     int64_t n_head; // KV heads of a block
     int64_t n_q;    // query rows of a block

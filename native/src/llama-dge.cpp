@@ -35,7 +35,7 @@ void llama_dge::reset_seq(llama_seq_id seq_id) {
 }
 
 bool llama_dge::summed(llama_seq_id seq_id, int32_t n_rows) const {
-    return !llama_dge_needs_sums(select_params(params)) || seqs[seq_id].n_summed >= n_rows;
+    return !llama_dge_needs_sums(params.sel) || seqs[seq_id].n_summed >= n_rows;
 }
 
 bool llama_dge::call_select(int32_t il, int32_t n_past, int32_t n, const llama_dge_ranks & ranks,
@@ -103,17 +103,17 @@ bool llama_dge::is_due(llama_seq_id seq_id) const {
     const int32_t n_rows = kv.v_cells[kv.seq_to_stream[seq_id]].seq_pos_max(seq_id) + 1;
 
     switch (seq.state) {
-        case LLAMA_DGE_STATE_ARMED: return seq.force || n_rows >= due_rows(seq.n_prompt);
-        case LLAMA_DGE_STATE_CUT:
+        case LLAMA_DGE_STATE_ARMED: return seq.force || n_rows >= params.due_rows(seq.n_prompt);
+        case LLAMA_DGE_STATE_EVICTED:
             // rows that were parked in a file, by settings of before, are not chosen from
-            return recalls() && seq.parked && seq.parked->path.empty() && n_rows >= seq.n_checked + refresh_step();
+            return recalls() && seq.parked && seq.parked->path.empty() && n_rows >= seq.n_checked + params.recall_step();
         default: return false;
     }
 }
 
 bool llama_dge::any_cut() const {
     const auto is_cut = [](const auto & seq) {
-        return seq.state == LLAMA_DGE_STATE_CUT;
+        return seq.state == LLAMA_DGE_STATE_EVICTED;
     };
 
     return std::any_of(seqs.begin(), seqs.end(), is_cut);
@@ -122,8 +122,8 @@ bool llama_dge::any_cut() const {
 int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
     auto & seq = seqs[seq_id];
 
-    if (seq.state == LLAMA_DGE_STATE_CUT) {
-        return LLAMA_DGE_ERR_CUT;
+    if (seq.state == LLAMA_DGE_STATE_EVICTED) {
+        return LLAMA_DGE_ERR_EVICTED;
     }
 
     reset_seq(seq_id);
@@ -140,13 +140,11 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
         return LLAMA_DGE_ERR_SEQ;
     }
     // with recall, the answer may become long enough
-    if (n_prompt <= resolve_budget(n_prompt) && !recalls()) {
-        return LLAMA_DGE_NOTHING_TO_CUT;
+    if (n_prompt <= params.resolve_budget(n_prompt) && !recalls()) {
+        return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
-    llama_pos p0;
-    llama_pos p1;
-    needed_queries(n_prompt, n_rows, p0, p1);
+    const auto [p0, p1] = params.needed_queries(n_prompt, n_rows);
 
     if (!captured(seq_id, p0, p1) || !summed(seq_id, std::min(n_rows, n_prompt))) {
         return LLAMA_DGE_ERR_QUERIES;
@@ -159,7 +157,7 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
 }
 
 void llama_dge::select_input(int32_t n_prompt, int32_t budget, llama_dge_select_input & input) const {
-    input.params   = select_params(params);
+    input.params   = params.sel;
     input.n_prompt = n_prompt;
     input.n_past   = n_prompt - params.window;
     input.n_cap    = budget - params.window;
@@ -170,7 +168,7 @@ void llama_dge::select_input(int32_t n_prompt, int32_t budget, llama_dge_select_
     }
 
     if (params.head_budgets == LLAMA_DGE_HEAD_BUDGETS_TABLE) {
-        auto it = table.begin();
+        auto it = params.head_rows.begin();
         for (size_t i = 0; i < layers.size(); ++i) {
             input.table.emplace_back();
             for (uint32_t ih = 0; ih < n_head_kv(i); ++ih) {
@@ -179,7 +177,7 @@ void llama_dge::select_input(int32_t n_prompt, int32_t budget, llama_dge_select_
         }
     }
 
-    if (params.policy == LLAMA_DGE_POLICY_CUSTOM) {
+    if (params.select) {
         const int32_t n_past = input.n_past;
 
         input.custom = [this, n_past](
@@ -207,22 +205,20 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     // with recall, rows of the answer compete as those of the prompt do
     const int32_t n_prompt = recalls() ? n_rows : seq.n_prompt;
 
-    const int32_t budget = resolve_budget(seq.n_prompt);
+    const int32_t budget = params.resolve_budget(seq.n_prompt);
     if (n_prompt <= budget) {
-        return LLAMA_DGE_NOTHING_TO_CUT;
+        return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
     llama_dge_select_input input;
 
     select_input(n_prompt, budget, input);
 
-    llama_pos p0;
-    llama_pos p1;
-    needed_queries(seq.n_prompt, n_rows, p0, p1);
+    auto [p0, p1] = params.needed_queries(seq.n_prompt, n_rows);
 
     if (recalls()) {
         p0 = std::max(0, n_rows - params.window);
-        p1 = llama_dge_get_policy(params.policy)->needs_scores ? n_rows : p0;
+        p1 = llama_dge_needs_attention(params.sel) ? n_rows : p0;
     }
 
     if (!captured(seq_id, p0, p1) || !summed(seq_id, std::min(n_rows, seq.n_prompt + params.draft_tokens - 1))) {
@@ -237,7 +233,7 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     for (size_t i = 0; i < layers.size(); ++i) {
         auto & scores = input.layers[i];
 
-        if (!llama_dge_get_policy(params.policy)->needs_scores) {
+        if (!llama_dge_needs_attention(params.sel)) {
             continue;
         }
         if (!layers[i].seen || layers[i].has_bias) {
@@ -245,20 +241,22 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
         }
 
         if (llama_dge_needs_sums(input.params)) {
-            read_sums(i, seq_id, cells, input.n_past, scores.window);
+            read_sums(i, seq_id, cells, input.n_past, scores.own);
 
             // the mean over the heads of a group, as of the other scores
             const float n_group = (float) kv.hparams.n_head(layers[i].il) / n_head_kv(i);
 
-            for (float & score : scores.window) {
+            for (float & score : scores.own) {
                 score /= n_group;
             }
         }
 
-        if (llama_dge_needs_window_scores(input.params)) {
-            status = score_layer(lctx, i, seq_id, cells, p0, seq.n_prompt, input.n_past, scores.window);
+        if (llama_dge_needs_own_queries(input.params)) {
+            const llama_pos first = seq.n_prompt - llama_dge_n_own_queries(input.params, params.window);
+
+            status = score_layer(lctx, i, seq_id, cells, first, seq.n_prompt, input.n_past, scores.own);
         }
-        if (status == LLAMA_DGE_OK && llama_dge_needs_draft_scores(input.params)) {
+        if (status == LLAMA_DGE_OK && llama_dge_needs_draft_queries(input.params)) {
             const llama_pos first = recalls() ? p0 : seq.n_prompt - 1;
 
             status = score_layer(lctx, i, seq_id, cells, first, p1, input.n_past, scores.draft);
@@ -297,9 +295,9 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
 
     const int64_t t3 = ggml_time_us();
 
-    seq.state        = LLAMA_DGE_STATE_CUT;
+    seq.state        = LLAMA_DGE_STATE_EVICTED;
     seq.n_draft      = n_rows - seq.n_prompt;
-    seq.budget       = mean_budget(budget);
+    seq.budget       = params.mean_budget(seq.n_prompt);
     seq.n_before     = n_rows;
     seq.n_after      = n_rows - input.n_past + n_cap;
     seq.boundary     = n_prompt - 1;
@@ -313,7 +311,7 @@ int32_t llama_dge::cut(llama_context & lctx, llama_seq_id seq_id) {
     seq.t_select_us  = t2 - t1;
     seq.t_compact_us = t3 - t2;
 
-    n_cuts++;
+    n_evictions++;
 
     bias_changed(seq_id);
 
@@ -348,7 +346,7 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     info.budget        = seq.budget;
     info.n_rows_before = seq.n_before;
     info.n_rows_after  = seq.n_after;
-    info.n_layer       = seq.state == LLAMA_DGE_STATE_CUT ? layers.size() : 0;
+    info.n_layer       = seq.state == LLAMA_DGE_STATE_EVICTED ? layers.size() : 0;
     info.boundary      = seq.boundary;
     info.pos_min       = seq.pos_min;
     info.bytes_before  = seq.bytes_before;
@@ -357,19 +355,25 @@ void llama_dge::info(llama_seq_id seq_id, llama_dge_seq_info & info) const {
     info.t_score_us    = seq.t_score_us;
     info.t_select_us   = seq.t_select_us;
     info.t_compact_us  = seq.t_compact_us;
-    info.n_cuts        = n_cuts;
+    info.n_evictions        = n_evictions;
     info.n_parked      = seq.parked ? seq.n_exact : 0;
     info.bytes_parked  = seq.parked ? seq.parked->n_bytes() : 0;
     info.n_restored    = seq.n_restored;
     info.t_park_us     = seq.t_park_us;
     info.t_restore_us  = seq.t_restore_us;
-    info.n_refresh     = seq.n_refresh;
+    info.n_recalls     = seq.n_recalls;
     info.n_checks      = seq.n_checks;
     info.n_moved       = seq.n_moved;
-    info.t_refresh_us  = seq.t_refresh_us;
+    info.t_recall_us  = seq.t_recall_us;
 
     for (uint32_t i = 0; i < cells.size(); ++i) {
         info.n_rows += !cells.is_empty(i) && cells.seq_has(i, seq_id);
+    }
+
+    if (lost.test(seq_id)) {
+        info.state = LLAMA_DGE_STATE_LOST;
+    } else if (info.n_rows == 0) {
+        info.state = LLAMA_DGE_STATE_EMPTY;
     }
 
     llama_kv_cache::slot_info sinfo;

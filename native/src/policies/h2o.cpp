@@ -1,18 +1,18 @@
-#include "llama-dge-select.h"
+#include "llama-dge-policy.h"
+#include "llama-dge.h"
 
-// H2O, arXiv 2306.14048: the rows that got the most attention of all rows so far ("heavy hitters"), per head, and the
-// window as the recent part. The sums come from the capture; they run on through the draft.
-static llama_dge_rows llama_dge_select_h2o(
-        const llama_dge_select_input & input, const std::vector<float> & rank, int32_t n) {
-    (void) input;
-
-    return llama_dge_top_rows(rank, n);
-}
-
-const llama_dge_policy_impl llama_dge_policy_h2o = {
-    /*.name         =*/"h2o",
-    /*.needs_scores =*/true,
-    /*.needs_sums   =*/true,
-    /*.caps         =*/nullptr,
-    /*.select       =*/llama_dge_select_h2o,
+// H2O, arXiv 2306.14048: per head, the entries that got the most attention from all tokens so far ("heavy hitters"), and
+// the window as the recent part. The sums run on through the draft tokens; they are smooth and H2O does not pool them.
+static const llama_dge_policy llama_dge_h2o = {
+    /*.name        =*/"h2o",
+    /*.summary     =*/"keeps the entries with the most attention from all tokens, which slows prefill down",
+    /*.paper       =*/"2306.14048",
+    /*.scorer      =*/LLAMA_DGE_SCORER_SUMS,
+    /*.auto_scores =*/LLAMA_DGE_SCORES_POLICY,
+    /*.pools       =*/false,
+    /*.rank        =*/nullptr,
+    /*.caps        =*/nullptr,
+    /*.n_fixed     =*/nullptr,
 };
+
+LLAMA_DGE_REGISTER(llama_dge_h2o);

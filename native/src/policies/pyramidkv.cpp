@@ -1,15 +1,15 @@
-#include "llama-dge-select.h"
+#include "llama-dge-policy.h"
 #include "llama-dge.h"
 
 #include <algorithm>
 #include <cmath>
 #include <numeric>
 
-// PyramidKV, arXiv 2406.02069: SnapKV's choice with a budget that falls linearly from the first layer to the last
+// PyramidKV, arXiv 2406.02069: SnapKV's score with a budget that falls linearly from the first layer to the last
 
 static constexpr int32_t LLAMA_DGE_PYRAMID_BETA = 20;
 
-// the published integers: their floor leaves more rows than the budget, by 40 % for a small one
+// the published integers: their floor keeps more than the budget, 40 % more for a small one
 static std::vector<int32_t> llama_dge_pyramid_reference(int32_t n_layer, int32_t n_past, int32_t n_cap) {
     int32_t lo = n_cap / LLAMA_DGE_PYRAMID_BETA;
     int32_t hi = 2 * n_cap - lo;
@@ -29,7 +29,7 @@ static std::vector<int32_t> llama_dge_pyramid_reference(int32_t n_layer, int32_t
     return caps;
 }
 
-// the same line, shared out so that the sum is n_cap*n_layer: floors, then the largest remainders, the first layers first
+// the same line with the sum n_cap*n_layer: floors, then the largest remainders are rounded up, first layers first
 static std::vector<int32_t> llama_dge_pyramid_exact(int32_t n_layer, int32_t n_past, int32_t n_cap) {
     double lo = (double) n_cap / LLAMA_DGE_PYRAMID_BETA;
     double hi = 2.0 * n_cap - lo;
@@ -40,13 +40,13 @@ static std::vector<int32_t> llama_dge_pyramid_exact(int32_t n_layer, int32_t n_p
     }
 
     std::vector<int32_t> caps(n_layer);
-    std::vector<int64_t> rest(n_layer); // in millionths: noise of the floating point must not decide a tie
+    std::vector<int64_t> rest(n_layer); // in millionths: rounding noise must not decide a tie
 
     int32_t sum = 0;
     for (int32_t i = 0; i < n_layer; ++i) {
         const double x = hi - i * (hi - lo) / (n_layer - 1);
 
-        // a whole number that came out a hair too small must not lose one
+        // rounding noise below a whole number must not lose one
         caps[i] = (int32_t) std::floor(x + 1e-9);
         rest[i] = std::llround(1e6 * (x - caps[i]));
         sum += caps[i];
@@ -77,17 +77,16 @@ static std::vector<int32_t> llama_dge_pyramid_caps(const llama_dge_select_input 
                    : llama_dge_pyramid_exact(n_layer, input.n_past, input.n_cap);
 }
 
-static llama_dge_rows llama_dge_select_pyramidkv(
-        const llama_dge_select_input & input, const std::vector<float> & rank, int32_t n) {
-    (void) input;
-
-    return llama_dge_top_rows(rank, n);
-}
-
-const llama_dge_policy_impl llama_dge_policy_pyramidkv = {
-    /*.name         =*/"pyramidkv",
-    /*.needs_scores =*/true,
-    /*.needs_sums   =*/false,
-    /*.caps         =*/llama_dge_pyramid_caps,
-    /*.select       =*/llama_dge_select_pyramidkv,
+static const llama_dge_policy llama_dge_pyramidkv = {
+    /*.name        =*/"pyramidkv",
+    /*.summary     =*/"scores as snapkv, with more entries in the first layers than in the last",
+    /*.paper       =*/"2406.02069",
+    /*.scorer      =*/LLAMA_DGE_SCORER_WINDOW,
+    /*.auto_scores =*/LLAMA_DGE_SCORES_DRAFT,
+    /*.pools       =*/true,
+    /*.rank        =*/nullptr,
+    /*.caps        =*/llama_dge_pyramid_caps,
+    /*.n_fixed     =*/nullptr,
 };
+
+LLAMA_DGE_REGISTER(llama_dge_pyramidkv);

@@ -1,31 +1,36 @@
-#include "llama-dge-select.h"
+#include "llama-dge-policy.h"
+#include "llama-dge.h"
 
 #include <algorithm>
+#include <limits>
 
-// StreamingLLM, arXiv 2309.17453: attention sinks and the most recent rows, whatever the scores. Rows keep their
-// original positions, as in the benchmark code of the field and unlike the paper's cache, which re-positions them.
-static llama_dge_rows llama_dge_select_streamingllm(
-        const llama_dge_select_input & input, const std::vector<float> & rank, int32_t n) {
-    (void) rank;
+// StreamingLLM, arXiv 2309.17453: attention sinks and the most recent entries, whatever the attention. Entries keep their
+// original positions, as in the field's benchmark code and unlike the paper's cache, which renumbers them.
 
-    const int32_t n_sink = std::min(input.params.sinks, n);
+static void llama_dge_streamingllm_rank(const llama_dge_select_input & input, llama_dge_ranks & ranks) {
+    for (auto & rank : ranks) {
+        rank.resize(input.n_past);
 
-    llama_dge_rows rows;
-
-    for (int32_t i = 0; i < n_sink; ++i) {
-        rows.push_back(i);
+        for (int32_t i = 0; i < input.n_past; ++i) {
+            rank[i] = i < input.params.sinks ? std::numeric_limits<float>::infinity() : (float) i;
+        }
     }
-    for (int32_t i = input.n_past - (n - n_sink); i < input.n_past; ++i) {
-        rows.push_back(i);
-    }
-
-    return rows;
 }
 
-const llama_dge_policy_impl llama_dge_policy_streamingllm = {
-    /*.name         =*/"streamingllm",
-    /*.needs_scores =*/false,
-    /*.needs_sums   =*/false,
-    /*.caps         =*/nullptr,
-    /*.select       =*/llama_dge_select_streamingllm,
+static int32_t llama_dge_streamingllm_fixed(const llama_dge_select_params & params) {
+    return params.sinks;
+}
+
+static const llama_dge_policy llama_dge_streamingllm = {
+    /*.name        =*/"streamingllm",
+    /*.summary     =*/"keeps the first `sinks` entries and the last ones",
+    /*.paper       =*/"2309.17453",
+    /*.scorer      =*/LLAMA_DGE_SCORER_NONE,
+    /*.auto_scores =*/LLAMA_DGE_SCORES_POLICY,
+    /*.pools       =*/false,
+    /*.rank        =*/llama_dge_streamingllm_rank,
+    /*.caps        =*/nullptr,
+    /*.n_fixed     =*/llama_dge_streamingllm_fixed,
 };
+
+LLAMA_DGE_REGISTER(llama_dge_streamingllm);
