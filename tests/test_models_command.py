@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
+import importlib.util
+import re
+import shutil
 import sys
 import tarfile
 import zipfile
@@ -18,6 +22,7 @@ from llama_dge.cli import main
 from llama_dge.models import ModelError
 
 DATA = bytes(range(256)) * 500
+README = Path(__file__).parent.parent / "models" / "README.md"
 
 
 class Registry:
@@ -269,6 +274,32 @@ def test_built_in_manifest() -> None:
         assert model.file.endswith(".gguf") and Path(model.file).name == model.file
         assert model.size > 0 and model.context > 0 and model.licence and model.architecture
         assert len(set(model.packages)) == model.parts >= 1
+
+
+@pytest.mark.parametrize(
+    "code, manifest",
+    [
+        ("site-packages/llama_dge/models.py", "site-packages/llama_dge/models.toml"),
+        ("python/llama_dge/models.py", "models/models.toml"),
+    ],
+    ids=["wheel", "source tree"],
+)
+def test_where_the_manifest_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, manifest: str) -> None:
+    for source, target in ((Path(models.__file__), code), (models.MANIFEST, manifest)):
+        (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / target)
+    spec = importlib.util.spec_from_file_location("models_elsewhere", tmp_path / code)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # for its dataclass
+    spec.loader.exec_module(module)
+    assert module.MANIFEST.samefile(tmp_path / manifest)
+    assert list(module.read_manifest()) == list(models.read_manifest())
+
+
+def test_the_page_on_models_explains_every_field() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", README.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows == [field.name for field in dataclasses.fields(models.Model) if field.name != "name"]
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

