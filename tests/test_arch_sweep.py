@@ -197,7 +197,7 @@ def test_both_ways_to_score_agree(
         rows[:, :n] = np.arange(n)
         return 0
 
-    dge = {"budget": 60, "window": 16, "draft_tokens": 2, "scores": "policy", "policy": "custom", "select": select}
+    dge = {"budget": 60, "window": 16, "draft_tokens": 2, "scores": "policy", "select": select}
     model = NativeModel(tiny[arch])
     try:
         tokens = [token % model.n_vocab for token in tokens_of(210, 5)]

@@ -22,18 +22,25 @@ UNIFIED = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "
 # the ladder
 
 
-def test_ladder() -> None:
-    elastic_cells = dge_library().llama_dge_elastic_cells
-    for n_max in (1, 100, 256, 512, 700, 1000, 2048, 10_000, 2**31 - 1):
-        last = 0
-        for n_rows in (0, 1, 255, 256, 511, 512, 513, 768, 769, 1280, 1281, 2000, 5000, 100_000, 2**31 - 1):
-            n = elastic_cells(n_rows, n_max)
-            assert last <= n <= n_max and (n >= n_rows or n == n_max)
-            # a step is worth its copy, and not more than half is empty
-            assert n == n_max or (n % 256 == 0 and n >= 512 and (n == 512 or n <= 1.5 * n_rows + 512))
-            last = n
-    assert [elastic_cells(n, N_CTX) for n in (0, 512, 513, 769, 1281)] == [512, 512, 768, 1280, 2048]
-    assert elastic_cells(-1, 5) == elastic_cells(5, -1) == driver.ERR_PARAMS
+@pytest.mark.parametrize("n_ctx", [256, 512, 768, 1024, N_CTX, 10_240, 1_000_192])
+def test_ladder(new_context: ContextFactory, n_ctx: int) -> None:
+    context = new_context("one", n_ctx=n_ctx, elastic=True)
+    n_max = context.memory_info()["n_cells_max"]
+    assert n_max == n_ctx
+
+    def cells_of(n_rows: int) -> int:
+        return context.estimate(n_rows, elastic=True, draft_tokens=1)["n_cells"]
+
+    last = 0
+    for n_rows in (1, 255, 256, 511, 512, 513, 768, 769, 1280, 1281, 2000, 5000, 100_000, 2**24):
+        n = cells_of(n_rows)
+        assert last <= n <= n_max and (n >= n_rows or n == n_max)
+        # a step is worth its copy, and not more than half is empty
+        assert n == n_max or (n % 256 == 0 and n >= 512 and (n == 512 or n <= 1.5 * n_rows + 512))
+        last = n
+    if n_ctx == N_CTX:
+        assert [cells_of(n) for n in (1, 512, 513, 769, 1281)] == [cells_for(n) for n in (1, 512, 513, 769, 1281)]
+        assert [cells_for(n) for n in (1, 512, 513, 769, 1281)] == [512, 512, 768, 1280, 2048]
 
 
 def test_elastic_only_where_asked(new_context: ContextFactory) -> None:
@@ -136,7 +143,7 @@ def test_memory_after_the_cut(new_context: ContextFactory) -> None:
     full = context.memory_info()
     decode_each(context, TOKENS[:3])
     info = context.memory_info()
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
     assert full["n_cells"] == 8192 and info["n_cells"] == 768
     assert info["kv"] <= 0.15 * full["kv"] and info["kv_max"] == full["kv"] == full["kv_max"]
     # the buffers of graphs follow at the next decode
@@ -155,7 +162,7 @@ def test_others_keep_the_cache_large(new_context: ContextFactory, kv_unified: bo
     before = context.seq_state(1)
     assert context.arm(600) == driver.OK
     decode_each(context, TOKENS[600:603])
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
     assert context.memory_info()["n_cells"] == (1280 if kv_unified else 768)
     assert context.seq_state(1) == before == plain.seq_state(1)
     got, want = context.decode(TOKENS[:20], seq=1), plain.decode(TOKENS[:20], seq=1)
@@ -181,7 +188,7 @@ def test_poison_at_every_step(new_context: ContextFactory, flash_attn: bool, pat
         assert each.arm(771) == driver.OK
     for n in (771, 772, 773, 774):
         step(n, n + 1)
-    assert context.info()["state"] == driver.STATE_CUT and context.memory_info()["n_cells"] == 256
+    assert context.info()["state"] == driver.STATE_EVICTED and context.memory_info()["n_cells"] == 256
     for n, m in ((775, 900), (900, 1100), (1100, 1400), (1400, 1401)):
         step(n, m)
     assert context.memory_info()["n_cells"] == 768
@@ -248,7 +255,7 @@ def test_state_of_a_cut_sequence(new_context: ContextFactory, whole: bool) -> No
     load = context.state_load if whole else context.seq_state_load
     assert load(state) == len(state)
     assert context.memory_info()["n_cells"] == 768
-    assert context.info()["state"] == driver.STATE_CUT and as_lists(context.kept()) == as_lists(source.kept())
+    assert context.info()["state"] == driver.STATE_EVICTED and as_lists(context.kept()) == as_lists(source.kept())
     got, want = context.decode(TOKENS[:300]), source.decode(TOKENS[:300])
     assert np.array_equal(got, want)
 
@@ -351,12 +358,12 @@ def test_removed_rows_make_room(new_context: ContextFactory) -> None:
     assert context.memory_info()["n_cells"] == 512
 
 
-@pytest.mark.parametrize("refresh", [0, 3])
+@pytest.mark.parametrize("recall", [0, 3])
 @pytest.mark.parametrize("n_after", [0, 1, 2, 5])
-def test_graph_buffers_are_as_the_context_expects(new_context: ContextFactory, refresh: int, n_after: int) -> None:
+def test_graph_buffers_are_as_the_context_expects(new_context: ContextFactory, recall: int, n_after: int) -> None:
     """llama.cpp warns of compute buffers that changed behind its back, even where nobody asked for messages."""
     tokens = tokens_of(1500, 40)
-    dge = {"budget": 40, "park": "ram", "refresh": refresh}
+    dge = {"budget": 40, "park": "ram", "recall": recall}
     context = new_context("g2", n_ctx=2048, elastic=True, dge=dge)
     context.decode(tokens, every=False)
     assert context.arm(1500) == driver.OK

@@ -129,7 +129,7 @@ def test_each_allocation_of_a_cut(new_context: ContextFactory, tmp_path: Path, p
         info = context.info()
         logits = np.concatenate([first, decode_each(context, rest[1:])])
         if kind == "smaller":
-            assert info["state"] == driver.STATE_CUT and context.memory_info()["n_cells"] == 768, nth
+            assert info["state"] == driver.STATE_EVICTED and context.memory_info()["n_cells"] == 768, nth
             assert np.array_equal(logits, if_cut) and as_lists(context.kept()) == as_lists(cut.kept())
             assert "in the old ones" in "".join(log)
             if park != "off":
@@ -147,7 +147,7 @@ def test_each_allocation_of_a_cut(new_context: ContextFactory, tmp_path: Path, p
         assert len(list(tmp_path.iterdir())) == (park == "disk")
     # there are no others
     context, first, _ = failed_cut(new_context, len(expected) + 1, n_prompt, settings)
-    assert context.info()["state"] == driver.STATE_CUT and np.array_equal(first, if_cut[:1])
+    assert context.info()["state"] == driver.STATE_EVICTED and np.array_equal(first, if_cut[:1])
 
 
 def test_no_memory_to_enable(new_context: ContextFactory) -> None:

@@ -26,14 +26,12 @@ N_PROMPT = 120
 def test_operation_of_scores(new_context: ContextFactory, scored_by: str, policy: str, flash_attn: bool) -> None:
     s = Settings(scores="policy", budget=40, window=8, draft_tokens=1)
     names: list[str] = []
-    context = new_context(
-        "g2", flash_attn=flash_attn, dge={**s.as_params(), "policy": driver.POLICIES[policy]}, operations=names
-    )
+    context = new_context("g2", flash_attn=flash_attn, dge={**s.as_params(), "policy": policy}, operations=names)
     tokens = tokens_of(N_PROMPT + 1, 3)
     prefill_and_arm(context, tokens[:N_PROMPT])
     n_prefill = names.count("ATTN_SCORE")
     decode_each(context, tokens[N_PROMPT:])
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
     n_layer = ZOO["g2"].n_layer
     # once per layer: while the prompt is evaluated, or at the cut
     assert n_prefill == (n_layer if scored_by == "fused" and policy == "h2o" else 0)
@@ -57,14 +55,14 @@ def test_sums_that_are_not_added_in_place(
             "g2",
             flash_attn=flash_attn,
             n_ubatch=32,
-            dge={**s.as_params(), "policy": driver.POLICIES["h2o"]},
+            dge={**s.as_params(), "policy": "h2o"},
             operations=names,
         )
         prefill_and_arm(context, tokens[:N_PROMPT])
         assert names.count("ATTN_SCORE") == (0 if fused == "0" else 4 * ZOO["g2"].n_layer)
         n_add.append(names.count("ADD"))
         decode_each(context, tokens[N_PROMPT:])
-        assert context.info()["state"] == driver.STATE_CUT
+        assert context.info()["state"] == driver.STATE_EVICTED
         kept.append(as_lists(context.kept()))
     assert n_add[1] - n_add[0] == 4 * ZOO["g2"].n_layer
     assert kept[0] == kept[1] == kept[2]
@@ -102,7 +100,7 @@ def test_a_choice_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: Contex
         flash_attn=True,
         type_k="q4_0",
         type_v="f16",
-        dge={**s.as_params(), "draft_tokens": 2, "park": "ram", "refresh": 1},
+        dge={**s.as_params(), "draft_tokens": 2, "park": "ram", "recall": 1},
     )
     tokens = tokens_of(190, 8)
     prefill_and_arm(context, tokens[:150])
@@ -112,7 +110,7 @@ def test_a_choice_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: Contex
     for token in tokens[150:]:
         context.decode([token])
         info = context.info()
-        if info["n_refresh"] > 0:
+        if info["n_recalls"] > 0:
             n = info["n_rows_before"]
             for row, positions in zip(past_scores(reference.q[0], reference.k[0], n, s), context.kept()[0]):
                 n_same += disagreement(row, positions, 32) == 0.0

@@ -35,10 +35,10 @@ def context_of(
 def cut(context: driver.Context, seq: int = 0) -> str:
     """Cut now; what was logged."""
     with driver.captured_log() as lines:
-        status = context.cut(seq)
+        status = context.evict(seq)
     assert status == driver.OK, context.status(status)
     info = context.info(seq)
-    assert info["state"] == driver.STATE_CUT
+    assert info["state"] == driver.STATE_EVICTED
     assert info["n_rows_after"] < info["n_rows_before"]
     return "".join(lines)
 

@@ -60,7 +60,7 @@ def cut(context: Context, tokens: list[int], n_prompt: int, seq: int = 0) -> Kep
 def finish(context: Context, tokens: list[int], seq: int = 0) -> Kept:
     decode_each(context, tokens, seq)
     info = context.info(seq)
-    assert info["state"] == driver.STATE_CUT, context.status(info["error"])
+    assert info["state"] == driver.STATE_EVICTED, context.status(info["error"])
     assert info["n_rows_after"] < info["n_rows_before"]
     return context.kept(seq)
 
@@ -199,7 +199,7 @@ def test_many_streams_are_summed_in_blocks(zoo: Zoo, new_context: ContextFactory
 
 @pytest.mark.parametrize("scores", ["draft", "both"])
 def test_other_scores(zoo: Zoo, new_context: ContextFactory, scores: str) -> None:
-    n_prompt, s = 140, replace(S, draft_tokens=4, scores=scores, draft_pooling="max")
+    n_prompt, s = 140, replace(S, draft_tokens=4, scores=scores)
     tokens = tokens_of(n_prompt + 4, 6)
     reference = evaluated(zoo, "g3", False, tokens[:-1], n_prompt)
     check(reference, cut(new_context("g3", **F32, dge=s.as_params()), tokens, n_prompt), n_prompt, s)
@@ -243,7 +243,7 @@ def test_two_sequences_in_one_batch(zoo: Zoo, new_context: ContextFactory, kv_un
     for i in range(n_prompt, n_prompt + 3):
         context.decode_batch([(tokens[seq][i], i, seq, True) for seq in (0, 1)])
     for seq in (0, 1):
-        assert context.info(seq)["state"] == driver.STATE_CUT
+        assert context.info(seq)["state"] == driver.STATE_EVICTED
         reference = evaluated(zoo, "g2", flash_attn, tokens[seq][:-1], n_prompt)
         check(reference, context.kept(seq), n_prompt, s, flash_attn)
 
@@ -307,7 +307,7 @@ def test_speculative_rows_beyond_the_draft_do_not_count(
     context = new_context("g3", **F32, dge=s.as_params())
     prefill_and_arm(context, tokens[:n_prompt])
     context.decode([*tokens[n_prompt : n_prompt + n_draft], *tokens_of(n_more, 51)])
-    assert context.info()["state"] == (driver.STATE_ARMED if n_draft else driver.STATE_CUT)
+    assert context.info()["state"] == (driver.STATE_ARMED if n_draft else driver.STATE_EVICTED)
     if n_draft:
         assert context.seq_rm(0, n_prompt + n_draft, -1)
     kept = finish(context, tokens[-1:])
@@ -422,7 +422,7 @@ def test_free_cells_may_hold_anything(new_context: ContextFactory, flash_attn: b
         if poison:
             assert context.poison(pattern) > 0
         logits = decode_each(context, tokens[130:])
-        assert context.info()["state"] == driver.STATE_CUT
+        assert context.info()["state"] == driver.STATE_EVICTED
         found.append((logits, as_lists(context.kept())))
     assert np.isfinite(found[0][0]).all()
     assert np.array_equal(found[0][0], found[1][0])

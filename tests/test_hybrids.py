@@ -70,26 +70,26 @@ SETUPS = [
 ]
 
 
-@pytest.mark.parametrize("refresh", [0, 4])
+@pytest.mark.parametrize("recall", [0, 4])
 @pytest.mark.parametrize("arch, flash_attn, swa_full", SETUPS)
 def test_an_appended_turn(
-    new_llm: Instances, tiny: dict[str, Path], arch: str, flash_attn: bool, swa_full: bool, refresh: int
+    new_llm: Instances, tiny: dict[str, Path], arch: str, flash_attn: bool, swa_full: bool, recall: int
 ) -> None:
     """What was in front of the cut comes back, in layers that are cut and in those that are not, bit for bit."""
     settings: dict[str, Any] = {"flash_attn": flash_attn, "swa_full": swa_full, "n_ctx": 512, "logits_all": True}
-    dge = {**SETTINGS, "refresh": refresh}
+    dge = {**SETTINGS, "recall": recall}
     llm = new_llm(dge, tiny[arch], **settings)
     prompt = PROMPT
     pieces: list[list[int]] = []
     n_whole = 0
     for turn in range(3):
-        n_cuts = turn + 1
+        n_evictions = turn + 1
         sizes = evaluated(llm)
         answer = greedy(llm, prompt, 12)
         del llm._ctx.decode
         stats = llm.dge_stats
-        assert stats.state == "cut" and stats.n_cuts == n_cuts and stats.n_prompt == len(prompt)
-        assert stats.n_layer < 3 and (refresh == 0 or stats.n_refresh >= 2)
+        assert stats.state == "evicted" and stats.n_evictions == n_evictions and stats.n_prompt == len(prompt)
+        assert stats.n_layer < 3 and (recall == 0 or stats.n_recalls >= 2)
         if turn:
             # everything up to the last cut but for nothing
             assert stats.rows_restored == len(prompt) - sizes[0] == n_whole
@@ -112,7 +112,7 @@ def test_another_turn_answers_as_a_fresh_instance(
     settings: dict[str, Any] = {"n_ctx": 512, "logits_all": True}
     llm = new_llm(SETTINGS, tiny[arch], **settings)
     answer = greedy(llm, PROMPT, 12)
-    assert llm.dge_stats.state == "cut"
+    assert llm.dge_stats.state == "evicted"
     prompt = {
         "edited": [*PROMPT[:130], *text(40, 3)],
         "regenerated": PROMPT,
@@ -134,14 +134,14 @@ def test_another_turn_answers_as_a_fresh_instance(
     a, b = (logits_of(x, len(prompt) - 1, len(prompt)) for x in (llm, fresh))
     assert np.abs(a - b).max() <= (1e-3 * np.abs(b).max() if n_kept else 0.0)
     assert got == want
-    assert llm.dge_stats.state == "cut" and llm.dge_stats.rows == fresh.dge_stats.rows
+    assert llm.dge_stats.state == "evicted" and llm.dge_stats.rows == fresh.dge_stats.rows
 
 
 @pytest.mark.parametrize("arch", [*HYBRIDS, *WINDOWS])
-@pytest.mark.parametrize("refresh", [0, 3])
-def test_the_same_prompt_short_and_long(new_llm: Instances, tiny: dict[str, Path], arch: str, refresh: int) -> None:
+@pytest.mark.parametrize("recall", [0, 3])
+def test_the_same_prompt_short_and_long(new_llm: Instances, tiny: dict[str, Path], arch: str, recall: int) -> None:
     """One token, k, more than k, one again: each time the beginning of the same answer."""
-    dge = {**SETTINGS, "refresh": refresh}
+    dge = {**SETTINGS, "recall": recall}
     settings: dict[str, Any] = {"n_ctx": 512, "type_k": 0, "type_v": 0}
     llm = new_llm(dge, tiny[arch], **settings)
     want = greedy(new_llm(dge, tiny[arch], **settings), PROMPT, 24)
@@ -151,7 +151,7 @@ def test_the_same_prompt_short_and_long(new_llm: Instances, tiny: dict[str, Path
     so_far = [*PROMPT, *want[:14]]
     llm.reset()
     assert greedy(llm, PROMPT, 14) == want[:14]
-    assert greedy(llm, so_far, 10) == want[14:] or refresh
+    assert greedy(llm, so_far, 10) == want[14:] or recall
 
 
 @pytest.mark.parametrize("arch", [*HYBRIDS, *WINDOWS])
@@ -167,7 +167,7 @@ def test_states(new_llm: Instances, tiny: dict[str, Path], arch: str) -> None:
     for other in (busy, llm, new_llm(SETTINGS, tiny[arch], n_ctx=512)):
         other.load_state(state)
         assert [*start, *greedy(other, [*PROMPT, *start], 18)] == want
-        assert other.dge_stats.state == "cut" and other.dge_stats.rows == BUDGET + 29
+        assert other.dge_stats.state == "evicted" and other.dge_stats.rows == BUDGET + 29
     state.llama_state = state.llama_state[:-1]
     with pytest.raises(RuntimeError, match="damaged"):
         busy.load_state(state)
@@ -231,7 +231,7 @@ def test_a_cut_leaves_the_other_layers_alone(contexts: Any, arch: str) -> None:
     prefill_and_arm(context, tokens[:N_PROMPT])
     before = others(context)
     assert len(before) > 1000
-    assert context.cut() == driver.OK and context.info()["n_rows"] == BUDGET
+    assert context.evict() == driver.OK and context.info()["n_rows"] == BUDGET
     assert others(context) == before
     decode_each(context, tokens[N_PROMPT:180])
     assert others(context) != before
@@ -244,11 +244,11 @@ def test_a_cut_leaves_the_other_layers_alone(contexts: Any, arch: str) -> None:
 def test_recall(contexts: Any, arch: str, overlap: bool) -> None:
     """Rows stay within the budget, and with a budget for all of them logits are those of the full cache."""
     tokens = text(230, 2)
-    dge = {**PARAMS, "refresh": 4, "refresh_overlap": overlap}
+    dge = {**PARAMS, "recall": 4, "recall_async": overlap}
     context = contexts(arch, dge=dge)
     logits = cut_recalled(context, tokens)
     info = context.info()
-    assert info["state"] == driver.STATE_CUT and info["n_refresh"] >= 10 and info["n_moved"] > 0
+    assert info["state"] == driver.STATE_EVICTED and info["n_recalls"] >= 10 and info["n_moved"] > 0
     assert info["n_rows"] <= BUDGET + (8 if overlap else 4)
     whole = contexts(arch, dge={**dge, "budget": 500})
     full = contexts(arch)
@@ -317,7 +317,7 @@ def test_abort_in_the_cut(contexts: Any, arch: str) -> None:
 
         before = others(context)
         context.set_abort(stop)
-        assert context.cut() == driver.ERR_ABORTED
+        assert context.evict() == driver.ERR_ABORTED
         context.set_abort(None)
         assert others(context) == before and context.info()["n_rows"] == N_PROMPT + DRAFT - 1
         assert np.array_equal(decode_each(context, tokens[N_PROMPT + DRAFT - 1 :]), want)
@@ -335,7 +335,7 @@ def test_windows_that_forget(new_llm: Instances, tiny: dict[str, Path], arch: st
     kept = {}
     for n_same in (599, 595, 570, 400, 100):
         greedy(llm, prompt, 8)
-        assert llm.dge_stats.state == ("cut" if budget < 600 else "full")
+        assert llm.dge_stats.state == ("evicted" if budget < 600 else "full")
         other = [*prompt[:n_same], *text(30, n_same)]
         sizes = evaluated(llm)
         greedy(llm, other, 1)

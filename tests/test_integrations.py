@@ -39,7 +39,7 @@ def run(zoo: Zoo, code: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert (result["state"], result["rows"]) == ("cut", 65)
+    assert (result["state"], result["rows"]) == ("evicted", 65)
     assert all(result["texts"])
     return result
 

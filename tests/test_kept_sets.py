@@ -39,7 +39,7 @@ def cut(context: driver.Context, tokens: list[int], n_prompt: int, n_draft: int,
         assert context.info()["state"] == driver.STATE_ARMED
         context.decode([token])
     info = context.info()
-    assert info["state"] == driver.STATE_CUT and info["n_rows_before"] == n_prompt + n_draft > info["n_rows_after"]
+    assert info["state"] == driver.STATE_EVICTED and info["n_rows_before"] == n_prompt + n_draft > info["n_rows_after"]
     return context.kept()
 
 
@@ -58,21 +58,22 @@ def worst_disagreement(reference: Reference, kept: Kept, n_prompt: int, s: Setti
 
 
 SETTINGS = [
-    Settings(),
-    Settings(draft_tokens=1),
-    Settings(draft_tokens=5, draft_pooling="max"),
-    Settings(draft_tokens=3, draft_pooling="avg", kernel_size=3),
+    Settings(pooling="none"),
+    Settings(draft_tokens=1, pooling="none"),
+    Settings(draft_tokens=5),
+    Settings(draft_tokens=3, pooling="avg", kernel_size=3),
     Settings(scores="policy"),
+    Settings(scores="policy", pooling="none"),
     Settings(scores="policy", draft_tokens=4, pooling="avg", kernel_size=5),
     Settings(scores="policy", window=1, kernel_size=1),
     Settings(scores="policy", window=32, budget=48),
     Settings(scores="both"),
     Settings(scores="both", draft_tokens=1, pooling="avg"),
-    Settings(scores="both", draft_tokens=6, draft_pooling="avg", kernel_size=9),
-    Settings(scores="both", draft_pooling="max", pooling="avg", window=16),
-    Settings(budget=8),  # the window and nothing else
+    Settings(scores="both", draft_tokens=6, pooling="avg", kernel_size=9),
+    Settings(scores="both", pooling="none", window=16),
+    Settings(budget=8, pooling="none"),  # the window and nothing else
     Settings(scores="policy", budget=9),
-    Settings(budget=128, draft_pooling="max", kernel_size=201),  # a kernel wider than the past
+    Settings(budget=128, kernel_size=201),  # a kernel wider than the past
 ]
 
 
@@ -102,7 +103,7 @@ def test_kept_sets_of_other_caches(
 ) -> None:
     """Scores come from what the cache holds, rounding and rotation included."""
     flash_attn, type_k, type_v = cache
-    n_prompt, s = 203, Settings(scores=scores, draft_pooling="max", draft_tokens=3)
+    n_prompt, s = 203, Settings(scores=scores, draft_tokens=3)
     tokens = tokens_of(n_prompt + 3, 1)
     context = new_context("g3", flash_attn=flash_attn, type_k=type_k, type_v=type_v, dge=s.as_params())
     kept = cut(context, tokens, n_prompt, 2)
@@ -147,7 +148,7 @@ def test_chunks_do_not_matter(zoo: Zoo, new_context: ContextFactory, scores: str
     places. With flash attention stock llama.cpp takes another routine for chunks below 64 rows, which adds up in f16:
     1e-3 of noise above the first layer, in whose Q and K no attention has a part yet.
     """
-    n_prompt, s = 163, Settings(scores=scores, draft_tokens=3)
+    n_prompt, s = 163, Settings(scores=scores, pooling="none" if scores == "draft" else "max", draft_tokens=3)
     tokens = tokens_of(n_prompt + 3, 3)
     reference = Reference(zoo["g2"].weights, "f32", "f32", flash_attn)
     reference.run(tokens[:n_prompt])
@@ -207,7 +208,7 @@ def test_k1_with_policy_scores_is_the_bare_policy(zoo: Zoo, new_context: Context
 
     at_once = new_context("g3", **settings, dge=s.as_params())
     at_once.decode(tokens[:n_prompt])
-    assert at_once.cut() == driver.OK
+    assert at_once.evict() == driver.OK
     assert as_lists(at_once.kept()) == past
 
     for other_draft in (tokens, [*tokens[:n_prompt], *tokens_of(8, 6)]):
@@ -242,7 +243,7 @@ def test_cut_with_the_queries_at_hand(zoo: Zoo, new_context: ContextFactory) -> 
     assert context.arm(n_prompt) == driver.OK
     context.decode(tokens[n_prompt:])
     assert context.info()["state"] == driver.STATE_ARMED
-    assert context.cut() == driver.OK
+    assert context.evict() == driver.OK
     assert context.info()["n_draft"] == 2
 
     reference = Reference(zoo["g3"].weights)
@@ -283,7 +284,7 @@ def test_draft_in_batches_of_one_size(zoo: Zoo, new_context: ContextFactory) -> 
     for start in (0, 5, 10):
         assert context.info()["state"] == driver.STATE_ARMED
         context.decode(tokens[n_prompt + start :][:5])
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_draft"] == 10
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_draft"] == 10
 
     reference = Reference(zoo["g3"].weights)
     reference.run(tokens[: n_prompt + 10])
@@ -325,10 +326,10 @@ def test_prompt_within_the_budget_is_not_cut(new_context: ContextFactory, n_prom
     plain = new_context("g2")
     tokens = tokens_of(n_prompt + 12, 13)
     got, want = [context.decode(tokens[:n_prompt])], [plain.decode(tokens[:n_prompt])]
-    assert context.arm(n_prompt) == driver.NOTHING_TO_CUT
+    assert context.arm(n_prompt) == driver.NOTHING_TO_EVICT
     got += [context.decode([token]) for token in tokens[n_prompt:]]
     want += [plain.decode([token]) for token in tokens[n_prompt:]]
-    assert context.info()["state"] == driver.STATE_FULL and context.info()["n_cuts"] == 0
+    assert context.info()["state"] == driver.STATE_FULL and context.info()["n_evictions"] == 0
     assert context.info()["n_rows"] == n_prompt + 12
     assert np.array_equal(np.concatenate(got), np.concatenate(want))
 

@@ -40,7 +40,7 @@ def assert_cleared(llm: Any) -> None:
 def assert_as_new(llm: Any, new_llm: Instances, prompt: list[int], dge: dict[str, Any]) -> None:
     fresh = new_llm(dge)
     assert greedy(llm, prompt, ANSWER) == greedy(fresh, prompt, ANSWER)
-    assert llm.dge_stats.state == "cut" and llm.dge_stats.error is None
+    assert llm.dge_stats.state == "evicted" and llm.dge_stats.error is None
     assert [llm.dge_kept(0, head).tolist() for head in range(2)] == [
         fresh.dge_kept(0, head).tolist() for head in range(2)
     ]
@@ -65,17 +65,17 @@ def test_generate(new_llm: Instances, park: str, elastic: bool, nth: int) -> Non
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_choice(new_llm: Instances, nth: int) -> None:
     """Rows that are chosen again, in the middle of an answer."""
-    dge = {**DGE, "refresh": 2}
+    dge = {**DGE, "recall": 2}
     llm = new_llm(dge)
     answer = llm.generate(PROMPT, temp=0.0)
     for _ in range(DGE["draft_tokens"] + 1):
         next(answer)
-    assert llm.dge_stats.state == "cut"
+    assert llm.dge_stats.state == "evicted"
     with failing_move(nth), pytest.raises(DGEError, match=MESSAGE):
         list(answer)
     assert_cleared(llm)
     assert_as_new(llm, new_llm, PROMPT, dge)
-    assert llm.dge_stats.n_refresh > 0
+    assert llm.dge_stats.n_recalls > 0
 
 
 def test_a_stream_of_text(new_llm: Instances) -> None:

@@ -112,7 +112,7 @@ def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: s
         context = pair.context
         with failing_move(n), driver.captured_log() as log:
             context.decode([TOKENS[N_CUT]], check=False)
-        if context.info()["state"] == driver.STATE_CUT:
+        if context.info()["state"] == driver.STATE_EVICTED:
             assert context.rc == 0
             if by != "host" and n == 1:
                 assert "move by way of the host" in "".join(log)  # a trial, before any row moved
@@ -129,7 +129,7 @@ def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: s
         # no batch goes on with it, in which the other sequence has rows or not
         assert_refused(context, [(TOKENS[N_CUT], N_CUT, 0, True)])
         assert_refused(context, [(OTHER[NEXT], NEXT, 1, True), (TOKENS[N_CUT], N_CUT, 0, True)])
-        assert context.arm(N_PROMPT) == context.cut() == driver.ERR_SEQ and context.restore(N_PROMPT) == 0
+        assert context.arm(N_PROMPT) == context.evict() == driver.ERR_SEQ and context.restore(N_PROMPT) == 0
         pair.other_goes_on()
         assert_as_new(context, new_context, same, **dge)
         pair.other_goes_on(same)
@@ -159,7 +159,7 @@ def test_elastic(new_context: ContextFactory, by: str, park: str, others: bool) 
         n_cells = context.memory_info()["n_cells"]
         assert context.arm(len(prompt)) == driver.OK
         with failing_move(n):
-            status = context.cut()
+            status = context.evict()
         assert context.memory_info()["n_cells"] < n_cells
         if status == driver.OK:
             if n > 1:
@@ -238,7 +238,7 @@ def test_a_forced_cut(new_context: ContextFactory, by: str, armed: bool) -> None
     if not armed:
         assert context.disarm() == driver.OK
     with failing_move(2):
-        assert context.cut() == driver.ERR_LOST
+        assert context.evict() == driver.ERR_LOST
     pair.lose()
     assert_empty(context)
     pair.other_goes_on()
@@ -262,7 +262,7 @@ def test_what_ends_it(new_context: ContextFactory, end: str) -> None:
     context = pair.context
     saved = context.seq_state(0)
     with failing_move(1):
-        assert context.cut() == driver.ERR_LOST
+        assert context.evict() == driver.ERR_LOST
     # to remove what is above a position is what llama-cpp-python does in front of each batch
     assert context.seq_rm(0, N_CUT, -1) and context.seq_rm(-1, N_CUT, -1)
     assert_empty(context)
@@ -275,14 +275,14 @@ def test_what_ends_it(new_context: ContextFactory, end: str) -> None:
     assert context.pos_max() == (at or 7)
 
 
-@pytest.mark.parametrize("refresh_overlap", [False, True])
-def test_each_layer_of_a_choice_fails(new_context: ContextFactory, refresh_overlap: bool) -> None:
-    dge = {"park": "ram", "refresh": 2, "refresh_overlap": refresh_overlap}
+@pytest.mark.parametrize("recall_async", [False, True])
+def test_each_layer_of_a_choice_fails(new_context: ContextFactory, recall_async: bool) -> None:
+    dge = {"park": "ram", "recall": 2, "recall_async": recall_async}
     for n in range(1, N_LAYER + 1):
         pair = Pair(new_context, **dge)
         context = pair.context
         decode_each(context, TOKENS[N_CUT : N_CUT + 1])
-        assert context.info()["state"] == driver.STATE_CUT and context.info()["n_refresh"] == 0
+        assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_recalls"] == 0
         with failing_move(n):
             for at in range(N_CUT + 1, N_CUT + 8):
                 context.decode([TOKENS[at]], pos=at, check=False)
@@ -300,7 +300,7 @@ def test_each_layer_of_a_choice_fails(new_context: ContextFactory, refresh_overl
         for each in (context, fresh):
             prefill_and_arm(each, tokens[:90])
             results.append(decode_each(each, tokens[90:]))
-            assert each.info()["n_refresh"] > 0
+            assert each.info()["n_recalls"] > 0
         assert nmse(*results) <= SAME
         assert as_lists(context.kept()) == as_lists(fresh.kept())
 
@@ -311,7 +311,7 @@ def test_each_layer_of_a_restore_fails(new_context: ContextFactory, tmp_path: Pa
     for n in range(1, N_LAYER + 1):
         pair = Pair(new_context, **dge)
         context = pair.context
-        assert context.cut() == driver.OK and context.info()["n_parked"] == N_CUT
+        assert context.evict() == driver.OK and context.info()["n_parked"] == N_CUT
         before = context.seq_state(1)
         with failing_move(n):
             assert context.restore(N_PROMPT) == driver.ERR_LOST
@@ -338,7 +338,7 @@ def test_a_graph_that_stops_half_way(new_context: ContextFactory, by_cpu: None) 
         interleave(context)
         calls = count()
         context.set_abort(lambda: next(calls) >= stop_at)
-        status = context.cut()
+        status = context.evict()
         context.set_abort(None)
         return context, status, next(calls)
 
@@ -349,7 +349,7 @@ def test_a_graph_that_stops_half_way(new_context: ContextFactory, by_cpu: None) 
         context, status, _ = forced_cut(stop_at)
         seen[status] += 1
         if status == driver.ERR_ABORTED:
-            assert context.info()["n_rows"] == N_PROMPT and context.cut() == driver.OK
+            assert context.info()["n_rows"] == N_PROMPT and context.evict() == driver.OK
             break  # the scores: nothing has moved yet
         if status == driver.ERR_LOST:
             assert_empty(context)

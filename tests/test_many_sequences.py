@@ -56,13 +56,13 @@ def test_eight_sequences(new_context: ContextFactory, policy: str, elastic: bool
         for each, s in ((context, seq), (alone[seq], 0)):
             each.decode(prompt_of(seq), seq=s, every=False)
             status.append(each.arm(n_prompt, s))
-        assert status == [driver.OK if n_prompt > 40 else driver.NOTHING_TO_CUT] * 2
+        assert status == [driver.OK if n_prompt > 40 else driver.NOTHING_TO_EVICT] * 2
         got = decode_each(context, answer_of(seq, 4), seq)
         assert nmse(got, decode_each(alone[seq], answer_of(seq, 4))) <= SAME
         # neither its rows nor its cut changed a bit of the others
         assert [context.seq_state(s) for s in range(seq)] == others
         if n_prompt > 40:
-            assert context.info(seq)["state"] == driver.STATE_CUT
+            assert context.info(seq)["state"] == driver.STATE_EVICTED
             assert as_lists(context.kept(seq)) == as_lists(alone[seq].kept())
             # what is left of it: the layer with the most, and four tokens of the answer
             assert context.info(seq)["n_rows"] == context.info(seq)["n_rows_after"] + 2
@@ -71,7 +71,7 @@ def test_eight_sequences(new_context: ContextFactory, policy: str, elastic: bool
         got_of = together(context, step, list(range(8)))
         for seq, logits in got_of.items():
             assert nmse(logits, alone[seq].decode([answer_of(seq)[step]])[0]) <= SAME, (step, seq)
-    assert context.info()["n_cuts"] == 7
+    assert context.info()["n_evictions"] == 7
 
 
 def test_eight_sequences_would_not_fit(new_context: ContextFactory) -> None:
@@ -104,7 +104,7 @@ def test_cuts_at_different_times(new_context: ContextFactory, kv_unified: bool, 
         got = together(context, step, seqs)
         for seq in seqs:
             assert nmse(got[seq], alone[seq].decode([answer_of(seq)[step]])[0]) <= SAME, (step, seq)
-        states.append([context.info(seq)["state"] == driver.STATE_CUT for seq in seqs])
+        states.append([context.info(seq)["state"] == driver.STATE_EVICTED for seq in seqs])
         assert states[-1] == [step >= armed_at[seq] + 2 for seq in seqs]
     for seq in seqs:
         assert as_lists(context.kept(seq)) == as_lists(alone[seq].kept())
@@ -126,7 +126,7 @@ def test_a_cut_changes_no_bit_of_others(
         for seq in (1, 0, 2):
             each.decode(prompt_of(seq), seq=seq, every=False)
     before = [context.seq_state(seq) for seq in (1, 2)]
-    assert context.cut(0) == driver.OK and context.info(0)["n_rows"] == 40
+    assert context.evict(0) == driver.OK and context.info(0)["n_rows"] == 40
     assert [context.seq_state(seq) for seq in (1, 2)] == before
     for seq in (1, 2):
         got, want = decode_each(context, answer_of(seq), seq), decode_each(twin, answer_of(seq), seq)
@@ -181,7 +181,7 @@ def test_shared_prefix_before_a_cut(new_context: ContextFactory, shared_again: b
     assert context.seq_rm(2, -1, -1)
     assert context.arm(151, 1) == alone[1].arm(151) == driver.OK
     got, want = decode_each(context, answer_of(1, 9), 1), decode_each(alone[1], answer_of(1, 9))
-    assert context.info(1)["state"] == driver.STATE_CUT and nmse(got, want) <= SAME
+    assert context.info(1)["state"] == driver.STATE_EVICTED and nmse(got, want) <= SAME
     assert as_lists(context.kept(1)) == as_lists(alone[1].kept())
 
 

@@ -41,17 +41,17 @@ def new_llm(zoo: Zoo) -> Iterator[Instances]:
 def test_refresh_is_switched_on_for_rows_that_are_parked_in_a_file(new_llm: Instances, tmp_path: Path) -> None:
     """Nothing is chosen from a file: the rows of the cut go on, and the next prompt is recalled from memory."""
     disk = {"budget": 64, "draft_tokens": 2, "park": "disk", "park_dir": str(tmp_path)}
-    refresh = {"budget": 64, "draft_tokens": 2, "refresh": 4}
+    recall = {"budget": 64, "draft_tokens": 2, "recall": 4}
     llm = new_llm(disk)
     first = greedy(llm, TOKENS[:150], 16)
     assert len(list(tmp_path.iterdir())) == 1
-    llm.set_dge(refresh)
-    assert llm.dge_stats.state == "cut" and llm.dge_stats.n_refresh == 0 and llm.dge_stats.error is None
+    llm.set_dge(recall)
+    assert llm.dge_stats.state == "evicted" and llm.dge_stats.n_recalls == 0 and llm.dge_stats.error is None
     llm.eval([TOKENS[200]] * 9)
-    assert llm.dge_stats.n_refresh == 0
+    assert llm.dge_stats.n_recalls == 0
     prompt = [*TOKENS[:150], *first, *TOKENS[160:170]]
-    assert greedy(llm, prompt, 20) == greedy(new_llm(refresh), prompt, 20)
-    assert llm.dge_stats.n_refresh > 0 and not list(tmp_path.iterdir())
+    assert greedy(llm, prompt, 20) == greedy(new_llm(recall), prompt, 20)
+    assert llm.dge_stats.n_recalls > 0 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no modes")
@@ -65,20 +65,20 @@ def test_parked_files_are_the_users_own(new_context: ContextFactory, tmp_path: P
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize(("park", "refresh"), [("ram", False), ("ram", True), ("disk", False)])
+@pytest.mark.parametrize(("park", "recall"), [("ram", False), ("ram", True), ("disk", False)])
 @pytest.mark.parametrize("n_left", [0, 2])
 def test_draft_rows_that_were_removed_do_not_come_back(
-    new_context: ContextFactory, tmp_path: Path, park: str, refresh: bool, n_left: int
+    new_context: ContextFactory, tmp_path: Path, park: str, recall: bool, n_left: int
 ) -> None:
     context = new_context("g2", **F32, dge={**DGE, "park": park, "park_dir": tmp_path})
     cut_after(context, TOKENS[:126], N_PROMPT, N_DRAFT)
-    if refresh:
-        context.enable(**DGE, park=park, refresh=4)
+    if recall:
+        context.enable(**DGE, park=park, recall=4)
     n = N_PROMPT + n_left
     assert context.seq_rm(0, n, -1) and context.info()["n_parked"] == n
     others = tokens_of(30, 5)
     decode_each(context, others)
-    assert (context.info()["n_refresh"] > 0) == refresh
+    assert (context.info()["n_recalls"] > 0) == recall
     assert context.restore(1000) == n
     fresh = new_context("g2", **F32)
     fresh.decode(TOKENS[:n], every=False)
@@ -138,7 +138,7 @@ def test_rows_of_other_adapters_are_not_given_back(
     prefill_and_arm(context, TOKENS[:N_PROMPT])
     switch(context, False)
     context.decode([5])  # cuts what was made with the adapter
-    assert context.info()["state"] == driver.STATE_CUT and context.restore(N_PROMPT) == 0
+    assert context.info()["state"] == driver.STATE_EVICTED and context.restore(N_PROMPT) == 0
 
     # with the same one all along they are, and after a restore they still count as its own
     context.clear()
@@ -253,7 +253,7 @@ def test_an_elastic_cache_does_not_grow_for_a_batch_that_is_in_it(new_context: C
         if by_decode:
             context.decode([5])
         else:
-            assert context.cut() == driver.OK
+            assert context.evict() == driver.OK
         cells.append(context.memory_info()["n_cells"])
     assert cells[0] == cells[1] <= 512
 
@@ -267,7 +267,7 @@ def test_an_elastic_cache_does_not_grow_for_a_batch_that_is_in_it(new_context: C
 def test_positions_far_apart_take_no_memory(new_context: ContextFactory) -> None:
     context = new_context("g2", dge=DGE)
     context.decode([5, 6, 7], pos=1_000_000_000)
-    assert context.arm(3) == context.cut() == driver.ERR_SEQ
+    assert context.arm(3) == context.evict() == driver.ERR_SEQ
 
 
 def test_numbers_that_would_overflow(new_context: ContextFactory) -> None:
@@ -297,7 +297,7 @@ def test_sums_do_not_take_in_the_attention_of_another_sequence(new_context: Cont
         if tail:
             context.decode(tail, seq=1)
         context.seq_rm(1, -1, -1)
-        status = context.cut()
+        status = context.evict()
         assert status == driver.OK, context.status(status)
         return as_lists(context.kept())
 
@@ -312,7 +312,7 @@ def test_scores_of_many_blocks_fit_into_a_graph(new_context: ContextFactory, mon
     dge = {"budget": n - 100, "window": n - 200, "scores": "policy", "draft_tokens": 1}
     context = new_context("g8", n_ctx=n + 256, flash_attn=True, dge=dge)
     prefill_and_arm(context, tokens_of(n, 1))
-    assert context.cut() == driver.OK and context.info()["n_rows"] == n - 100
+    assert context.evict() == driver.OK and context.info()["n_rows"] == n - 100
 
 
 # lost sequences

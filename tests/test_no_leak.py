@@ -83,7 +83,7 @@ def test_every_request_of_a_series_is_cut(zoo: Zoo, new_context: ContextFactory,
         assert context.info()["n_rows"] == n_prompt + 1
         logits = decode_each(context, tokens[n_prompt + 1 :])
         info = context.info()
-        assert info["state"] == driver.STATE_CUT and info["n_cuts"] == i + 1
+        assert info["state"] == driver.STATE_EVICTED and info["n_evictions"] == i + 1
         assert info["n_rows_before"] - info["n_rows_after"] == n_prompt - 32 > 0
         assert info["n_rows_after"] == 33 and info["n_rows"] == 33 + 8
         assert info["n_kv"] == 256

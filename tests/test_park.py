@@ -65,7 +65,7 @@ def test_limit(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
     context.enable(**parked(tmp_path, park, park_limit=9))
     context.clear()
     context.decode(FIRST[:N_PROMPT])
-    assert context.cut() == driver.ERR_PARK
+    assert context.evict() == driver.ERR_PARK
     assert context.restore(5) == 0
 
 
@@ -112,7 +112,7 @@ def test_files_go(new_context: ContextFactory, tmp_path: Path) -> None:
     state = context.seq_state()
     # a state does not hold what is parked
     assert context.seq_state_load(state) == len(state)
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_parked"] == 0
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_parked"] == 0
     assert n_files() == 0 and context.restore(10) == 0
     context.clear()
     cut_session(context)
@@ -158,7 +158,7 @@ def test_nothing_to_restore(new_context: ContextFactory) -> None:
     before = context.state()
     assert context.restore(-1) == driver.ERR_PARAMS
     assert context.restore(0) == 0
-    assert context.state() == before and context.info()["state"] == driver.STATE_CUT
+    assert context.state() == before and context.info()["state"] == driver.STATE_EVICTED
     assert context.restore(5) == 5
     assert context.restore(5) == 0 and context.info()["n_rows"] == 5
     context.clear()
@@ -246,7 +246,7 @@ def test_damaged_file(new_context: ContextFactory, tmp_path: Path, damage: Calla
     with driver.captured_log() as log:
         assert context.restore(N_CUT) == driver.ERR_PARK
     assert str(tmp_path) in "".join(log)
-    assert context.state() == before and context.info()["state"] == driver.STATE_CUT
+    assert context.state() == before and context.info()["state"] == driver.STATE_EVICTED
     assert np.array_equal(decode_each(context, ANSWER), decode_each(twin, ANSWER))
     assert context.restore(N_CUT) == 0 and context.info()["n_parked"] == 0
     assert not list(tmp_path.iterdir())
@@ -303,7 +303,7 @@ def test_abort(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
         calls = count()
         context.set_abort(lambda calls=calls, n_calls=n_calls: next(calls) >= n_calls)
         context.decode([ANSWER[0]], check=False)
-        cut = context.info()["state"] == driver.STATE_CUT
+        cut = context.info()["state"] == driver.STATE_EVICTED
         assert len(list(tmp_path.iterdir())) == (cut and park == "disk")
         if not cut:
             n_aborted += 1

@@ -51,7 +51,7 @@ def run(
     logits = [decode_each(context, tokens[n_prompt : n_prompt + 2])]
     poison("before the cut")
     logits += [context.decode([tokens[n_prompt + 2]])]
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_rows"] == 43
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_rows"] == 43
     poison("after the cut")
     logits += [decode_each(context, tokens[n_prompt + 3 : n_prompt + 14]), context.decode(tokens[n_prompt + 14 :][:5])]
     poison("later")

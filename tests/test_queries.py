@@ -24,7 +24,7 @@ OTHERS: list[dict[str, Any]] = [
     {"budget": 32, "draft_tokens": 9, "scores": "draft"},
     {"budget": 32, "draft_tokens": 3, "window": 12},
     {"budget": 48, "draft_tokens": 1, "scores": "policy"},
-    {"budget": 32, "draft_tokens": 4, "scores": "both", "refresh": 3, "park": "ram"},
+    {"budget": 32, "draft_tokens": 4, "scores": "both", "recall": 3, "park": "ram"},
     {"budget": 32, "draft_tokens": 2, "policy": "streamingllm"},
     {"budget": 32, "draft_tokens": 1, "policy": "h2o", "scores": "policy"},
     {"budget": 48, "draft_tokens": 4, "policy": "h2o", "scores": "policy", "head_budgets": "adaptive"},
@@ -133,7 +133,7 @@ def test_sums_are_parked_as_they_are(new_context: ContextFactory) -> None:
     prefill_and_arm(context, TOKENS[:N_PROMPT])
     before = context.queries()
     decode_each(context, TOKENS[N_PROMPT : N_PROMPT + 3])
-    assert context.info()["state"] == driver.STATE_CUT and context.queries() != before
+    assert context.info()["state"] == driver.STATE_EVICTED and context.queries() != before
     assert context.restore(N_PROMPT) == N_PROMPT
     assert context.queries() == before
 
@@ -163,8 +163,8 @@ def test_what_is_refused(new_context: ContextFactory) -> None:
     assert context.queries() == good
     assert context.set_queries(good, 7) == driver.ERR_SEQ
     decode_each(context, TOKENS[N_PROMPT : N_PROMPT + 12])
-    assert context.info()["state"] == driver.STATE_CUT
-    assert context.set_queries(good) == driver.ERR_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
+    assert context.set_queries(good) == driver.ERR_EVICTED
     other = new_context("g1", dge=WIDE)
     other.decode(TOKENS[:N_PROMPT], every=False)
     assert other.set_queries(good) == driver.ERR_PARAMS  # another model

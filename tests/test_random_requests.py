@@ -54,7 +54,7 @@ class Requests:
         self.llm = make()
         self.said: list[int] = []
         self.counts: dict[str, int] = {}
-        self.n_cut = self.n_compared = self.n_refresh = self.n_stopped = 0
+        self.n_cut = self.n_compared = self.n_recalls = self.n_stopped = 0
 
     def text(self, n: int) -> list[int]:
         return [token_of(chr(self.rng.randrange(0x21, 0x7F))) for _ in range(n)]
@@ -124,8 +124,8 @@ class Requests:
         assert stats is not None and stats.error is None
         assert self.llm.n_tokens <= N_CTX
         self.said = self.llm.input_ids[: self.llm.n_tokens].tolist()
-        self.n_refresh += stats.n_refresh
-        if stats.state == "cut":
+        self.n_recalls += stats.n_recalls
+        if stats.state == "evicted":
             self.n_cut += 1
             assert stats.rows_before > stats.rows_after
         elif len(prompt) > BUDGET:
@@ -217,7 +217,7 @@ class Requests:
 
 
 WAYS: list[tuple[int | str, bool, bool, bool]] = [
-    # refresh, overlap, logits_all, draft model
+    # recall, overlap, logits_all, draft model
     (0, False, False, False),
     (0, False, True, True),
     (3, False, False, False),
@@ -229,9 +229,9 @@ WAYS: list[tuple[int | str, bool, bool, bool]] = [
 ]
 
 
-@pytest.mark.parametrize("refresh, overlap, logits_all, guess", WAYS)
-def test_random_requests(new_llm: Instances, refresh: int | str, overlap: bool, logits_all: bool, guess: bool) -> None:
-    dge = {"budget": BUDGET, "draft_tokens": DRAFT, "refresh": refresh, "refresh_overlap": overlap}
+@pytest.mark.parametrize("recall, overlap, logits_all, guess", WAYS)
+def test_random_requests(new_llm: Instances, recall: int | str, overlap: bool, logits_all: bool, guess: bool) -> None:
+    dge = {"budget": BUDGET, "draft_tokens": DRAFT, "recall": recall, "recall_async": overlap}
     guesses: list[Guess] = []
 
     def make() -> Any:
@@ -248,10 +248,10 @@ def test_random_requests(new_llm: Instances, refresh: int | str, overlap: bool, 
             type_v=0,
         )
 
-    run = Requests(make, seed=len(str(refresh)) + 10 * overlap + guess)
+    run = Requests(make, seed=len(str(recall)) + 10 * overlap + guess)
     for i in range(125):
         run.step(compare=i % 10 == 7)
     assert run.n_compared == 12 and run.n_cut > 15 and run.n_stopped >= 5, (run.counts, run.n_cut, run.n_stopped)
     assert len(run.counts) == 9
-    assert (run.n_refresh > 20) == bool(refresh)
+    assert (run.n_recalls > 20) == bool(recall)
     assert not guess or guesses[0].n_proposed > 100

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
 
 
-def cells_in_use(context: driver.Context, refresh: int) -> None:
+def cells_in_use(context: driver.Context, every: int) -> None:
     """No more rows than the budget and what came since the last choice."""
     info = context.info()
     assert info["n_rows"] == info["n_rows_after"] + (context.pos_max() + 1 - info["n_rows_before"])
-    assert context.pos_max() + 1 - info["n_rows_before"] <= max(refresh, 1)
+    assert context.pos_max() + 1 - info["n_rows_before"] <= max(every, 1)
 
 
 RUNS = [
@@ -42,7 +42,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("model, flash_attn, kind, policy, head_budgets, refresh, elastic", RUNS, ids=str)
+@pytest.mark.parametrize("model, flash_attn, kind, policy, head_budgets, every, elastic", RUNS, ids=str)
 def test_every_step_equals_the_masked_cache(
     zoo: Zoo,
     new_context: ContextFactory,
@@ -51,11 +51,11 @@ def test_every_step_equals_the_masked_cache(
     kind: str,
     policy: str,
     head_budgets: str,
-    refresh: int,
+    every: int,
     elastic: bool,
 ) -> None:
     """Between choices and across them; rows of the answer are evicted and come back as rows of the prompt do."""
-    dge = recall(refresh, policy=policy, head_budgets=head_budgets)
+    dge = recall(every, policy=policy, head_budgets=head_budgets)
     kv = {"flash_attn": flash_attn, "type_k": kind, "type_v": kind, "elastic": elastic}
     context = new_context(model, **kv, dge=dge)
     reference = Reference(zoo[model].weights, kind, kind, flash_attn)
@@ -67,7 +67,7 @@ def test_every_step_equals_the_masked_cache(
     for token in tokens[150:]:
         got = context.decode([token])[0]
         info = context.info()
-        if info["state"] == driver.STATE_CUT and info["n_rows_before"] != n_before:
+        if info["state"] == driver.STATE_EVICTED and info["n_rows_before"] != n_before:
             n_before = info["n_rows_before"]
             assert n_before == reference.n_tokens
             kept = context.kept()
@@ -77,12 +77,12 @@ def test_every_step_equals_the_masked_cache(
             if evicted is not None:
                 n_back += len(set(kept[0][0].tolist()) & evicted)
             evicted = set(range(n_before)) - set(kept[0][0].tolist())
-        if info["state"] == driver.STATE_CUT:
-            cells_in_use(context, refresh)
+        if info["state"] == driver.STATE_EVICTED:
+            cells_in_use(context, every)
         errors.append(nmse(got, reference.step([token])[0]))
     info = context.info()
     # the first choice is the cut
-    assert info["n_refresh"] == (219 - 151) // refresh and info["n_moved"] > 0
+    assert info["n_recalls"] == (219 - 151) // every and info["n_moved"] > 0
     assert info["n_parked"] == 151 and info["bytes_parked"] > 0
     assert max(errors) < largest and np.median(errors) < median
     if policy != "streamingllm":
@@ -104,7 +104,7 @@ def test_the_last_queries_choose(zoo: Zoo, new_context: ContextFactory, model: s
     for token in tokens[150:]:
         context.decode([token])
         info = context.info()
-        if info["n_rows_before"] != n_before and info["state"] == driver.STATE_CUT:
+        if info["n_rows_before"] != n_before and info["state"] == driver.STATE_EVICTED:
             n_before = info["n_rows_before"]
             kept = context.kept()
             for q, k, heads in zip(reference.q, reference.k, kept):
@@ -137,9 +137,9 @@ def test_a_short_prompt_with_a_long_answer(new_context: ContextFactory) -> None:
     for i, token in enumerate(tokens[20:]):
         context.decode([token])
         info = context.info()
-        assert (info["state"] == driver.STATE_CUT) == (i + 20 >= BUDGET + 4)
+        assert (info["state"] == driver.STATE_EVICTED) == (i + 20 >= BUDGET + 4)
         assert info["n_rows"] <= BUDGET + 4 + 1
-    assert context.info()["n_refresh"] == (799 - 44) // 4 and context.pos_max() == 799
+    assert context.info()["n_recalls"] == (799 - 44) // 4 and context.pos_max() == 799
 
 
 @pytest.mark.parametrize("pattern", [driver.NAN_F16, driver.LARGE_F16])
@@ -187,7 +187,7 @@ def test_rows_after_a_choice_can_be_removed(zoo: Zoo, new_context: ContextFactor
         size = int(rng.integers(1, 6))
         got = context.decode(tokens[n : n + size])
         info = context.info()
-        if info["n_rows_before"] != n_before and info["state"] == driver.STATE_CUT:
+        if info["n_rows_before"] != n_before and info["state"] == driver.STATE_EVICTED:
             n_before = info["n_rows_before"]
             reference.mask_all_but(context.kept())
         for a, b in zip(got, reference.step(tokens[n : n + size])):
@@ -198,7 +198,7 @@ def test_rows_after_a_choice_can_be_removed(zoo: Zoo, new_context: ContextFactor
         assert context.seq_rm(0, keep, -1)
         reference.truncate(keep)
         n = keep
-    assert context.info()["n_refresh"] > 10
+    assert context.info()["n_recalls"] > 10
 
 
 def test_two_sequences(new_context: ContextFactory) -> None:
@@ -223,7 +223,7 @@ def test_two_sequences(new_context: ContextFactory) -> None:
         untouched.decode(b[:128], seq=1)
         full = decode_each(untouched, b[128:181], 1)
         assert nmse(np.asarray(other), full) < 1e-6
-        assert both.info(0)["n_refresh"] >= alone.info(0)["n_refresh"] > 10
+        assert both.info(0)["n_recalls"] >= alone.info(0)["n_recalls"] > 10
         assert both.info(1)["state"] == driver.STATE_FULL
 
 
@@ -234,15 +234,15 @@ def test_a_copied_sequence_is_not_chosen_again(new_context: ContextFactory) -> N
     prefill_and_arm(context, tokens[:150])
     decode_each(context, tokens[150:160])
     context.seq_cp(0, 1)
-    n_refresh = context.info()["n_refresh"]
+    n_recalls = context.info()["n_recalls"]
     with driver.captured_log() as lines:
         logits = decode_each(context, tokens[160:180])
-    assert np.isfinite(logits).all() and context.info()["n_refresh"] == n_refresh
+    assert np.isfinite(logits).all() and context.info()["n_recalls"] == n_recalls
     # once for each of the two
     assert sum("goes on with the rows of its last choice" in line for line in lines) == 2
     assert context.seq_rm(1, -1, -1)
     decode_each(context, tokens[180:200])
-    assert context.info()["n_refresh"] > n_refresh and context.info()["n_rows_after"] == BUDGET
+    assert context.info()["n_recalls"] > n_recalls and context.info()["n_rows_after"] == BUDGET
 
 
 def test_a_state_holds_no_parked_rows(new_context: ContextFactory) -> None:
@@ -251,7 +251,7 @@ def test_a_state_holds_no_parked_rows(new_context: ContextFactory) -> None:
     tokens = tokens_of(300, 11)
     prefill_and_arm(context, tokens[:150])
     decode_each(context, tokens[150:168])
-    assert context.info()["n_rows_before"] == 166 and context.info()["n_refresh"] == 3
+    assert context.info()["n_rows_before"] == 166 and context.info()["n_recalls"] == 3
     state = context.state()
     want = decode_each(context, tokens[168:170])
     other = new_context("g2", dge=recall(5))
@@ -260,7 +260,7 @@ def test_a_state_holds_no_parked_rows(new_context: ContextFactory) -> None:
     assert other.info()["n_parked"] == 0
     assert np.array_equal(decode_each(other, tokens[168:170]), want)
     decode_each(other, tokens[170:190])
-    assert other.info()["n_refresh"] == 0 and other.info()["n_rows"] == BUDGET + 190 - 166
+    assert other.info()["n_recalls"] == 0 and other.info()["n_rows"] == BUDGET + 190 - 166
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -275,13 +275,13 @@ def test_a_choice_without_memory_changes_nothing(new_context: ContextFactory, n:
     with driver.failing_alloc(n), driver.captured_log() as lines:
         context.decode([tokens[156 + n_fill]])
     after = context.info()
-    if after["n_refresh"] == info["n_refresh"]:
+    if after["n_recalls"] == info["n_recalls"]:
         assert after["error"] == driver.ERR_MEMORY and as_lists(context.kept()) == before
         assert any("goes on with the rows of its last choice" in line for line in lines)
     else:
         assert n > 3  # a choice of this model allocates once per layer
     decode_each(context, tokens[157 + n_fill : 170])
-    assert context.info()["n_refresh"] > info["n_refresh"]
+    assert context.info()["n_recalls"] > info["n_recalls"]
 
 
 def test_abort_in_a_choice(new_context: ContextFactory) -> None:
@@ -306,7 +306,7 @@ def test_abort_in_a_choice(new_context: ContextFactory) -> None:
             context.set_abort(None)
             return context, calls, context.rc
         context.set_abort(None)
-        if context.info()["n_refresh"] == 0:
+        if context.info()["n_recalls"] == 0:
             assert context.info()["error"] == driver.ERR_ABORTED and as_lists(context.kept()) == before
         return context, calls, 0
 
@@ -314,10 +314,10 @@ def test_abort_in_a_choice(new_context: ContextFactory) -> None:
     n_stopped = 0
     for abort_at in range(1, n_calls + 1):
         context, _, rc = run(abort_at)
-        n_stopped += context.info()["n_refresh"] == 0
+        n_stopped += context.info()["n_recalls"] == 0
         if rc == 0:
             context.decode([tokens[156]])
-        assert context.info()["n_refresh"] == 1 and context.info()["n_rows_after"] == BUDGET
+        assert context.info()["n_recalls"] == 1 and context.info()["n_rows_after"] == BUDGET
         assert context.info()["n_rows_before"] in (155, 156)
     assert n_stopped >= ZOO["g2"].n_layer
 
@@ -325,12 +325,12 @@ def test_abort_in_a_choice(new_context: ContextFactory) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"park": "off", "refresh": 4},
-        {"park": "disk", "park_dir": ".", "refresh": 4},
-        {"park": "ram", "refresh": -2},
-        {"park": "ram", "refresh": -1, "refresh_mass": 0.0},
-        {"park": "ram", "refresh": -1, "refresh_mass": 1.5},
-        {"park": "ram", "refresh": -1, "refresh_mass": float("nan")},
+        {"park": "off", "recall": 4},
+        {"park": "disk", "park_dir": ".", "recall": 4},
+        {"park": "ram", "recall": -2},
+        {"park": "ram", "recall": -1, "recall_mass": 0.0},
+        {"park": "ram", "recall": -1, "recall_mass": 1.5},
+        {"park": "ram", "recall": -1, "recall_mass": float("nan")},
     ],
     ids=str,
 )
@@ -339,7 +339,7 @@ def test_settings_that_cannot_work_are_refused(new_context: ContextFactory, sett
 
 
 def test_no_refresh_is_dge_as_published(new_context: ContextFactory) -> None:
-    """refresh=0 with parked rows changes nothing in what is attended."""
+    """recall=0 with parked rows changes nothing in what is attended."""
     s = Settings(budget=BUDGET, window=WINDOW)
     tokens = tokens_of(220, 16)
     results = []
@@ -351,12 +351,12 @@ def test_no_refresh_is_dge_as_published(new_context: ContextFactory) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("refresh", [1, 3, -1])
+@pytest.mark.parametrize("every", [1, 3, -1])
 def test_rows_that_are_taken_back_after_they_were_parked(
-    zoo: Zoo, new_context: ContextFactory, refresh: int, overlap: bool
+    zoo: Zoo, new_context: ContextFactory, every: int, overlap: bool
 ) -> None:
     """A look, or a thread, has parked rows that are then removed and replaced by others: the others count."""
-    context = new_context("g2", dge=recall(refresh, refresh_overlap=overlap, refresh_mass=0.5))
+    context = new_context("g2", dge=recall(every, recall_async=overlap, recall_mass=0.5))
     reference = Reference(zoo["g2"].weights, "f16", "f16")
     tokens = tokens_of(600, 22)
     prefill_and_arm(context, tokens[:150])
@@ -367,8 +367,8 @@ def test_rows_that_are_taken_back_after_they_were_parked(
         part = tokens[n + turn : n + turn + size]
         got = context.decode(part)
         info = context.info()
-        now = (info["n_rows_before"], info["n_refresh"])
-        if info["state"] == driver.STATE_CUT and now != seen:
+        now = (info["n_rows_before"], info["n_recalls"])
+        if info["state"] == driver.STATE_EVICTED and now != seen:
             seen = now
             reference.mask_all_but(context.kept())
         for a, b in zip(got, reference.step(part)):
@@ -377,7 +377,7 @@ def test_rows_that_are_taken_back_after_they_were_parked(
         assert context.seq_rm(0, keep, -1)
         reference.truncate(keep)
         n = keep
-    assert context.info()["n_refresh"] >= (1 if refresh < 0 else 10)
+    assert context.info()["n_recalls"] >= (1 if every < 0 else 10)
 
 
 def test_settings_that_change_between_two_choices(new_context: ContextFactory) -> None:
@@ -386,13 +386,13 @@ def test_settings_that_change_between_two_choices(new_context: ContextFactory) -
     tokens = tokens_of(300, 23)
     prefill_and_arm(context, tokens[:150])
     decode_each(context, tokens[150:160])
-    n_refresh = context.info()["n_refresh"]
+    n_recalls = context.info()["n_recalls"]
     with driver.captured_log() as lines:
         context.enable(**recall(2))
         decode_each(context, tokens[160 : 160 + WINDOW - 1])
-        assert context.info()["n_refresh"] == n_refresh
+        assert context.info()["n_recalls"] == n_recalls
         decode_each(context, tokens[160 + WINDOW - 1 : 190])
-    assert context.info()["n_refresh"] > n_refresh + 5
+    assert context.info()["n_recalls"] > n_recalls + 5
     assert not [line for line in lines if "goes on" in line]
 
 

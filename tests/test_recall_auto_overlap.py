@@ -1,4 +1,4 @@
-"""Recall when it pays (`refresh="auto"`), and choices that a thread makes (`refresh_overlap`)."""
+"""Recall when it pays (`recall="auto"`), and choices that a thread makes (`recall_async`)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("mass", [1e-3, 0.9])
 def test_auto(new_context: ContextFactory, mass: float) -> None:
     """It looks after every token; a low threshold fires only after 8, another one when attention moves away, too."""
-    context = new_context("g2", dge=recall(-1, refresh_mass=mass))
+    context = new_context("g2", dge=recall(-1, recall_mass=mass))
     tokens = tokens_of(400, 14)
     prefill_and_arm(context, tokens[:150])
     decode_each(context, tokens[150:351])
     info = context.info()
-    assert info["state"] == driver.STATE_CUT and info["n_rows"] <= BUDGET + 9
+    assert info["state"] == driver.STATE_EVICTED and info["n_rows"] <= BUDGET + 9
     if mass < 0.1:
         # the cut at 151 knows no mass, so the first look chooses; then every 8 rows
-        assert info["n_refresh"] == 1 + (350 - 152) // 8 and info["n_checks"] == 199 - 24
+        assert info["n_recalls"] == 1 + (350 - 152) // 8 and info["n_checks"] == 199 - 24
     else:
-        assert 30 < info["n_refresh"] < 190 and info["n_checks"] > 170
+        assert 30 < info["n_recalls"] < 190 and info["n_checks"] > 170
 
 
 @pytest.mark.usefixtures("scored_by")
@@ -41,10 +41,10 @@ def test_auto_measures_the_attention_that_is_held(zoo: Zoo, new_context: Context
     tokens = tokens_of(300, 15)
     reference = Reference(zoo["one"].weights, "f16", "f16")
     reference.run(tokens[:150])
-    probe = new_context("one", dge=recall(-1, refresh_mass=1e-6))
+    probe = new_context("one", dge=recall(-1, recall_mass=1e-6))
     prefill_and_arm(probe, tokens[:150])
     decode_each(probe, tokens[150:153])
-    assert probe.info()["n_refresh"] == 1 and probe.info()["n_rows_before"] == 152
+    assert probe.info()["n_recalls"] == 1 and probe.info()["n_rows_before"] == 152
     kept = probe.kept()
     reference.step(tokens[150:151])
     reference.step(tokens[151:152])
@@ -64,11 +64,11 @@ def test_auto_measures_the_attention_that_is_held(zoo: Zoo, new_context: Context
     at = int(np.argmin(falls))
     lowest_before = min([1.0, *falls[:at]])
     assert lowest_before > falls[at] * 1.02
-    for factor, n_refresh in ((0.99, 1), (1.01, 2)):
-        context = new_context("one", dge=recall(-1, refresh_mass=falls[at] * factor))
+    for factor, n_recalls in ((0.99, 1), (1.01, 2)):
+        context = new_context("one", dge=recall(-1, recall_mass=falls[at] * factor))
         prefill_and_arm(context, tokens[:150])
         decode_each(context, tokens[150 : 154 + at])
-        assert context.info()["n_refresh"] == n_refresh, (factor, context.info())
+        assert context.info()["n_recalls"] == n_recalls, (factor, context.info())
 
 
 @pytest.mark.parametrize(
@@ -83,38 +83,38 @@ def test_overlap_is_one_choice_late(
     zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool, elastic: bool, head_budgets: str
 ) -> None:
     """A thread chooses from what was there at the choice before; every step still equals the masked cache."""
-    refresh = 5
-    dge = recall(refresh, refresh_overlap=True, head_budgets=head_budgets)
+    every = 5
+    dge = recall(every, recall_async=True, head_budgets=head_budgets)
     context = new_context(model, flash_attn=flash_attn, elastic=elastic, dge=dge)
     reference = Reference(zoo[model].weights, "f16", "f16", flash_attn)
     tokens = tokens_of(230, 20)
     prefill_and_arm(context, tokens[:150])
     reference.run(tokens[:150])
     s = Settings(scores="policy", budget=BUDGET, window=WINDOW)
-    n_refresh, is_cut, gaps, errors = 0, False, [], []
+    n_recalls, is_cut, gaps, errors = 0, False, [], []
     for token in tokens[150:]:
         got = context.decode([token])[0]
         info = context.info()
-        if info["n_refresh"] != n_refresh or (info["state"] == driver.STATE_CUT and not is_cut):
+        if info["n_recalls"] != n_recalls or (info["state"] == driver.STATE_EVICTED and not is_cut):
             is_cut = True
             kept = context.kept()
-            if info["n_refresh"] != n_refresh:
-                assert info["n_refresh"] == n_refresh + 1
-                chosen_at = reference.n_tokens - refresh
+            if info["n_recalls"] != n_recalls:
+                assert info["n_recalls"] == n_recalls + 1
+                chosen_at = reference.n_tokens - every
                 for q, k, heads in zip(reference.q, reference.k, kept):
                     for row, positions in zip(past_scores(q[:chosen_at], k[:chosen_at], chosen_at, s), heads):
                         if head_budgets == "uniform":
                             gaps.append(disagreement(row, positions, BUDGET - WINDOW))
                         # all that came since is there
                         assert set(range(chosen_at - WINDOW, reference.n_tokens)) <= set(positions.tolist())
-            n_refresh = info["n_refresh"]
+            n_recalls = info["n_recalls"]
             reference.mask_all_but(kept)
         errors.append(nmse(got, reference.step([token])[0]))
-        if info["state"] == driver.STATE_CUT and head_budgets == "uniform":
-            assert info["n_rows"] <= BUDGET + 2 * refresh + 1
+        if info["state"] == driver.STATE_EVICTED and head_budgets == "uniform":
+            assert info["n_rows"] <= BUDGET + 2 * every + 1
     largest, median = nmse_bounds("f16", "f16", flash_attn, ZOO[model].n_layer)
     assert max(errors) < largest and np.median(errors) < median
-    assert n_refresh == (229 - 151) // refresh - 1
+    assert n_recalls == (229 - 151) // every - 1
     assert not gaps or (max(gaps) < 2e-2 and np.mean(np.asarray(gaps) == 0.0) > 0.8)
 
 
@@ -122,13 +122,13 @@ def test_overlap_is_one_choice_late(
 def test_whatever_ends_a_choice_that_a_thread_makes(new_context: ContextFactory, what: str) -> None:
     """No thread reads rows that are gone; what comes next is as in a fresh context."""
     tokens = tokens_of(300, 21)
-    dge = recall(3, refresh_overlap=True)
+    dge = recall(3, recall_async=True)
     context = new_context("g2", n_ctx=1024, dge=dge)
     state = context.state()
     for n in range(6):
         prefill_and_arm(context, tokens[:150])
         decode_each(context, tokens[150 : 155 + n])
-        assert context.info()["state"] == driver.STATE_CUT
+        assert context.info()["state"] == driver.STATE_EVICTED
         if what == "clear":
             context.clear(False)
         elif what == "seq_rm":

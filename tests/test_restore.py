@@ -113,7 +113,7 @@ def test_regenerated_answer(new_context: ContextFactory, flash_attn: bool) -> No
         prefill_and_arm(fresh, FIRST[:N_PROMPT])
         assert np.array_equal(decode_each(context, answer), decode_each(fresh, answer))
         assert as_lists(context.kept()) == as_lists(fresh.kept())
-        assert context.info()["state"] == driver.STATE_CUT
+        assert context.info()["state"] == driver.STATE_EVICTED
 
 
 def test_the_comparison_would_fail(new_context: ContextFactory) -> None:
@@ -149,13 +149,13 @@ def test_many_turns(new_context: ContextFactory, tmp_path: Path, park: str) -> N
         assert context.arm(n + 60) == driver.OK
         decode_each(context, answer)
         info = context.info()
-        assert info["state"] == driver.STATE_CUT and info["n_rows"] == 40 + 6
+        assert info["state"] == driver.STATE_EVICTED and info["n_rows"] == 40 + 6
         assert len(list(tmp_path.iterdir())) == (park == "disk")
         assert context.restore(n + 62) == n + 62
         want = decode_each(plain, answer)
         assert np.array_equal(decode_each(context, answer[2:]), want[2:])
         n += 66
-    assert context.info()["n_cuts"] == 6
+    assert context.info()["n_evictions"] == 6
 
 
 # other sequences, fragmented caches
@@ -236,7 +236,7 @@ def test_copies_restore_by_themselves(new_context: ContextFactory, tmp_path: Pat
     assert close(got, want) if kv_unified else np.array_equal(got, want)
     twin = new_context("g2", **{**settings, "dge": DGE})
     cut_session(twin)
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
     assert close(decode_each(context, ANSWER), decode_each(twin, ANSWER))
     assert len(list(tmp_path.iterdir())) == (park == "disk")
     assert context.restore(N_CUT) == N_CUT
@@ -269,7 +269,7 @@ def test_shift_that_is_not_made_yet(new_context: ContextFactory) -> None:
     context.decode(tokens, every=False)
     assert context.arm(700) == driver.OK
     decode_each(context, tokens[:3])
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
     assert context.memory_info()["n_cells"] == 256
     other = tokens_of(40, 7)
     context.decode(other, seq=1)

@@ -65,7 +65,7 @@ def test_rm_above_the_prompt_is_exact(zoo: Zoo, cut_context: Callable[..., Conte
     assert context.seq_rm(seq, p0, -1)
     assert context.pos_max() == p0 - 1
     assert context.info()["n_rows"] == SETTINGS.budget + p0 - N_PROMPT
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
 
     # in the reference the rows that were removed come again, this time over the cut cache
     reference = Reference(zoo["g2"].weights)
@@ -114,7 +114,7 @@ def test_seq_keep(new_context: ContextFactory, cut_context: Callable[..., Contex
     context, untouched = cut_context(n_seq_max=2), cut_context(n_seq_max=2)
     context.decode(tokens_of(30, 3), seq=1)
     context.seq_keep(0)
-    assert context.pos_max(1) == -1 and context.info()["state"] == driver.STATE_CUT
+    assert context.pos_max(1) == -1 and context.info()["state"] == driver.STATE_EVICTED
     rest = TOKENS[N_CUT + 5 :]
     assert nmse(decode_each(context, rest), decode_each(untouched, rest)) <= SAME
     context.decode(tokens_of(30, 3), seq=1)
@@ -132,7 +132,7 @@ def test_rm_of_a_part_of_an_armed_prompt_disarms(new_context: ContextFactory) ->
     assert context.info()["state"] == driver.STATE_FULL
     rest = tokens_of(90, 4)
     assert np.array_equal(decode_each(context, rest), decode_each(plain, rest))
-    assert context.info()["n_cuts"] == 0 and context.info()["n_rows"] == 150
+    assert context.info()["n_evictions"] == 0 and context.info()["n_rows"] == 150
 
 
 def test_rm_of_the_draft_keeps_it_armed(zoo: Zoo, new_context: ContextFactory) -> None:
@@ -218,7 +218,7 @@ def test_shift_before_a_cut_prevents_it(new_context: ContextFactory) -> None:
     assert context.can_shift()
     context.seq_add(0, 0, -1, 7)
     logits = decode_each(context, TOKENS[N_PROMPT : N_PROMPT + 6])
-    assert context.info()["state"] == driver.STATE_FULL and context.info()["n_cuts"] == 0
+    assert context.info()["state"] == driver.STATE_FULL and context.info()["n_evictions"] == 0
     assert context.info()["n_rows"] == N_PROMPT + 6
     assert context.arm(N_PROMPT) == driver.ERR_SEQ
     plain = new_context("g2", **F32)
@@ -239,7 +239,7 @@ def test_cut_after_a_context_shift(new_context: ContextFactory) -> None:
     context.decode(TOKENS[:1])
     assert context.arm(101) == driver.OK
     context.decode(TOKENS[1:2])
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_rows"] == 33
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_rows"] == 33
 
 
 # arming, errors
@@ -256,38 +256,38 @@ def test_decodes_before_the_cut_is_due_are_those_of_a_full_cache(new_context: Co
     assert context.disarm() == driver.OK
     rest = TOKENS[N_PROMPT + 9 : N_PROMPT + 20]
     assert np.array_equal(decode_each(context, rest), decode_each(plain, rest))
-    assert context.info()["state"] == driver.STATE_FULL and context.info()["n_cuts"] == 0
+    assert context.info()["state"] == driver.STATE_FULL and context.info()["n_evictions"] == 0
 
 
 def test_return_codes(new_context: ContextFactory) -> None:
     off = new_context("g2")
     off.decode(TOKENS[:N_PROMPT])
     assert off.supported() == (driver.OK, "")
-    assert off.arm(N_PROMPT) == off.cut() == off.disarm() == off.reuse(10, 5) == driver.ERR_DISABLED
+    assert off.arm(N_PROMPT) == off.evict() == off.disarm() == off.reuse(10, 5) == driver.ERR_DISABLED
     assert off.disable() == driver.OK
 
     # enabled too late: the queries of the prompt are gone
     off.enable(**SETTINGS.as_params())
-    assert off.arm(N_PROMPT) == off.cut() == driver.ERR_QUERIES
+    assert off.arm(N_PROMPT) == off.evict() == driver.ERR_QUERIES
 
     context = new_context("g2", dge=SETTINGS.as_params())
-    assert context.arm(1) == context.cut() == driver.ERR_SEQ
+    assert context.arm(1) == context.evict() == driver.ERR_SEQ
     context.decode(TOKENS[:N_PROMPT])
     assert context.arm(N_PROMPT + 1) == context.arm(0) == context.arm(-5) == driver.ERR_SEQ
     assert context.arm(N_PROMPT, seq=1) == context.arm(N_PROMPT, seq=-1) == driver.ERR_SEQ
-    assert context.arm(32) == driver.NOTHING_TO_CUT
+    assert context.arm(32) == driver.NOTHING_TO_EVICT
     with pytest.raises(RuntimeError, match=str(driver.ERR_SEQ)):
         context.kept_of(0, 0)
-    assert context.cut() == driver.OK
+    assert context.evict() == driver.OK
     assert context.info()["n_rows"] == 32
-    assert context.arm(N_PROMPT) == context.cut() == context.disable() == driver.ERR_CUT
+    assert context.arm(N_PROMPT) == context.evict() == context.disable() == driver.ERR_EVICTED
     for layer, head in ((3, 0), (-1, 0), (0, 2), (0, -1)):
         with pytest.raises(RuntimeError, match=str(driver.ERR_PARAMS)):
             context.kept_of(layer, head)
 
     # new settings drop the captured queries, sequences that were cut stay so
     context.enable(**Settings(budget=40, window=16).as_params())
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_rows"] == 32
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_rows"] == 32
     context.clear()
     context.decode(TOKENS[:N_PROMPT])
     context.enable(**SETTINGS.as_params())
@@ -295,27 +295,26 @@ def test_return_codes(new_context: ContextFactory) -> None:
 
 
 BAD_PARAMS: list[dict[str, Any]] = [
-    {"policy": 99},
-    {"policy": 4},  # without its callback
+    {"policy": "no such policy"},
+    {"policy": ""},
+    {"policy": "SnapKV"},
+    {"policy": None},  # without a callback
     {"layer_budgets": 2},
     {"layer_budgets": -1},
     {"head_budgets": 3},
     {"head_budgets": -1},
     {"head_budgets": 2},  # without its table
-    {"policy": -1},
-    {"scores": 3},
+    {"scores": 4},
     {"scores": -1},
-    {"pooling": 0},
     {"pooling": 3},
-    {"draft_pooling": 3},
-    {"draft_pooling": -1},
+    {"pooling": -1},
     {"kernel_size": 0},
     {"kernel_size": 4},
     {"kernel_size": -3},
     {"budget": 0},
     {"budget": -1},
     {"budget": 7},
-    {"policy": 1, "budget": 11},
+    {"policy": "streamingllm", "budget": 11},
     {"budget_share": -0.1},
     {"budget_share": 1.5},
     {"budget_share": float("nan")},
@@ -328,7 +327,7 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"window": 65},
     {"window": 2**31 - 1},
     {"sinks": -1},
-    {"policy": 1, "sinks": 2**31 - 1},
+    {"policy": "streamingllm", "sinks": 2**31 - 1},
 ]
 
 
@@ -402,15 +401,15 @@ def test_abort_in_the_cut(new_context: ContextFactory) -> None:
         info = context.info()
         if info["state"] == driver.STATE_ARMED:
             n_aborted_cuts += 1
-            assert info["error"] == driver.ERR_ABORTED and info["n_cuts"] == 0
+            assert info["error"] == driver.ERR_ABORTED and info["n_evictions"] == 0
             assert context.rc == 2 and info["n_rows"] == N_CUT
         else:
-            assert info["state"] == driver.STATE_CUT and info["n_cuts"] == 1
+            assert info["state"] == driver.STATE_EVICTED and info["n_evictions"] == 1
         # after an abort the row of the batch may be there or not; either way the sequence goes on from what is there
         at = context.pos_max() + 1
         assert at in (N_CUT, N_CUT + 1)
         got = decode_each(context, TOKENS[at:])
-        assert context.info()["state"] == driver.STATE_CUT and context.info()["n_cuts"] == 1
+        assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_evictions"] == 1
         assert as_lists(context.kept()) == as_lists(once.kept())
         assert nmse(got, want[at - N_CUT :]) <= SAME
         context.close()
@@ -424,7 +423,7 @@ def test_abort_of_a_forced_cut(new_context: ContextFactory) -> None:
     context.decode(TOKENS[:N_PROMPT])
     before = context.state()
     context.set_abort(lambda: True)
-    assert context.cut() == driver.ERR_ABORTED
+    assert context.evict() == driver.ERR_ABORTED
     context.set_abort(None)
     assert context.info()["state"] == driver.STATE_FULL and context.state() == before
-    assert context.cut() == driver.OK and context.info()["n_rows"] == 32
+    assert context.evict() == driver.OK and context.info()["n_rows"] == 32

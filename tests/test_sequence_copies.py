@@ -37,10 +37,10 @@ def test_shared_rows_are_not_cut(new_context: ContextFactory) -> None:
     for seq in (0, 1):
         assert np.array_equal(decode_each(context, rest, seq), decode_each(plain, rest, seq))
     info = context.info()
-    assert info["state"] == driver.STATE_FULL and info["error"] == driver.ERR_SHARED and info["n_cuts"] == 0
+    assert info["state"] == driver.STATE_FULL and info["error"] == driver.ERR_SHARED and info["n_evictions"] == 0
     assert info["n_rows"] == N_PROMPT + 10
     assert context.arm(N_PROMPT) == driver.ERR_SHARED
-    assert context.cut() == driver.ERR_SHARED
+    assert context.evict() == driver.ERR_SHARED
 
 
 def test_a_copy_that_is_gone_does_not_prevent_the_cut(new_context: ContextFactory) -> None:
@@ -73,7 +73,7 @@ def test_a_copy_into_another_stream_is_not_harmed(new_context: ContextFactory) -
     for c in (context, plain):
         c.seq_cp(0, 1)
     decode_each(context, rest, 0)
-    assert context.info(0)["state"] == driver.STATE_CUT and context.info(0)["n_rows"] == 32 + 12
+    assert context.info(0)["state"] == driver.STATE_EVICTED and context.info(0)["n_rows"] == 32 + 12
     decode_each(plain, rest, 0)
     assert np.array_equal(decode_each(context, rest, 1), decode_each(plain, rest, 1))
     assert context.info(1)["state"] == driver.STATE_FULL and context.info(1)["n_rows"] == N_PROMPT + 12
@@ -131,7 +131,7 @@ def test_a_cut_leaves_another_sequence_alone(new_context: ContextFactory, kv_uni
     plain.decode(TOKENS[:N_PROMPT])
     for c in (context, plain):
         decode_each(c, TOKENS[N_PROMPT : N_CUT + 2])
-    assert context.info(0)["state"] == driver.STATE_CUT and context.info(0)["n_rows"] == 32 + 4
+    assert context.info(0)["state"] == driver.STATE_EVICTED and context.info(0)["n_rows"] == 32 + 4
     assert context.info(1)["state"] == driver.STATE_FULL and context.info(1)["n_rows"] == 70
     got, want = decode_each(context, other[70:], 1), decode_each(plain, other[70:], 1)
     if kv_unified:
@@ -161,7 +161,7 @@ def test_two_sequences_cut_in_one_decode(zoo: Zoo, new_context: ContextFactory, 
             logits[seq].append(row)
     for seq, n in enumerate(lengths):
         info = context.info(seq)
-        assert info["state"] == driver.STATE_CUT and info["n_cuts"] == 2
+        assert info["state"] == driver.STATE_EVICTED and info["n_evictions"] == 2
         assert (info["n_rows_before"], info["n_rows_after"], info["n_rows"]) == (n + 2, 34, 34 + 18)
         reference = Reference(zoo["g2"].weights)
         reference.run(tokens[seq][: n + 2])
@@ -185,7 +185,7 @@ def test_scattered_cells(zoo: Zoo, new_context: ContextFactory) -> None:
     context.decode(TOKENS[60:N_PROMPT])
     assert context.arm(N_PROMPT) == driver.OK
     got = decode_each(context, TOKENS[N_PROMPT : N_CUT + 20])[2:]
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_rows"] == 34 + 20
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_rows"] == 34 + 20
 
     reference = Reference(zoo["g2"].weights)
     reference.run(TOKENS[:N_CUT])

@@ -43,7 +43,7 @@ class Soak:
         self.llm = self.make()
         self.said: list[int] = []  # the last prompt and its answer
         self.prompt: list[int] = []
-        self.n_cuts = self.n_restored = self.n_compared = 0
+        self.n_evictions = self.n_restored = self.n_compared = 0
         self.counts: dict[str, int] = {}
 
     def make(self) -> Llama:
@@ -105,10 +105,10 @@ class Soak:
         stats = self.llm.dge_stats
         assert stats is not None and stats.error is None
         if len(prompt) > BUDGET:
-            assert stats.state == "cut" and stats.n_prompt == len(prompt)
+            assert stats.state == "evicted" and stats.n_prompt == len(prompt)
             assert (stats.rows_after, stats.rows) == (BUDGET + DRAFT - 1, BUDGET + n - 1)
             assert stats.rows_parked == len(prompt) + DRAFT - 1
-            self.n_cuts += 1
+            self.n_evictions += 1
         else:
             assert stats.state == "full"
         self.n_restored += stats.rows_restored > 0
@@ -143,12 +143,12 @@ def soak(path: str, dge: dict[str, Any], n: int, folder: Path | None, report: Ca
     # One forgotten store of a 300-row prompt is half a MiB: in a hundred requests, 46. The rest is the noise of malloc.
     first, last = statistics.median(rss[:tenth]), statistics.median(rss[-tenth:])
     report(
-        f"{n} requests {run.counts}: {run.n_cuts} cuts, {run.n_restored} restored, {run.n_compared} compared; "
+        f"{n} requests {run.counts}: {run.n_evictions} cuts, {run.n_restored} restored, {run.n_compared} compared; "
         f"resident {first / MIB:.1f} -> {last / MIB:.1f} MiB, objects {objects[0]:,} -> {objects[-1]:,}"
     )
     assert last - first <= 8 * MIB, (first / MIB, last / MIB)
     assert objects[-1] - objects[0] <= 500, objects
-    assert run.n_cuts > 0.7 * n and run.n_restored > 0.2 * n and run.n_compared >= n // 10
+    assert run.n_evictions > 0.7 * n and run.n_restored > 0.2 * n and run.n_compared >= n // 10
     run.llm.close()
     if folder is not None:
         assert list(folder.iterdir()) == []
@@ -171,12 +171,12 @@ def test_parked_in_files(zoo: Zoo, tmp_path: Path, report: Callable[[str], None]
     soak(str(zoo["g2"].path), {**DGE, "park": "disk", "park_dir": str(tmp_path)}, 150, tmp_path, report)
 
 
-@pytest.mark.parametrize("refresh", [4, "auto"])
-def test_a_long_answer(zoo: Zoo, report: Callable[[str], None], refresh: int | str) -> None:
+@pytest.mark.parametrize("recall", [4, "auto"])
+def test_a_long_answer(zoo: Zoo, report: Callable[[str], None], recall: int | str) -> None:
     """4,000 tokens at a budget of 256 rows: time of a step, rows and memory of the cache stay what they were."""
     n, budget = 4000, 256
     # a share that is seldom missed, so that "auto" mostly chooses when it must, after 8 tokens
-    dge = {"budget": budget, "draft_tokens": 2, "refresh": refresh, "refresh_mass": 0.2}
+    dge = {"budget": budget, "draft_tokens": 2, "recall": recall, "recall_mass": 0.2}
     llm = Llama(str(zoo["g2"].path), dge=dge, n_ctx=5120, n_threads=1, n_threads_batch=1, verbose=False)
     rng = random.Random(1)
     prompt = [token_of(chr(rng.randrange(0x21, 0x7F))) for _ in range(600)]
@@ -195,24 +195,24 @@ def test_a_long_answer(zoo: Zoo, report: Callable[[str], None], refresh: int | s
         last = time.process_time()
     stats = llm.dge_stats
     assert stats is not None and len(times) == n and llm.n_tokens == 600 + n - 1
-    n_refresh = (n - 2) // 4 if refresh == 4 else n // 8 - 2
-    assert stats.n_refresh >= n_refresh - 1 and stats.rows_parked == 601
+    n_recalls = (n - 2) // 4 if recall == 4 else n // 8 - 2
+    assert stats.n_recalls >= n_recalls - 1 and stats.rows_parked == 601
     # rows of 3 layers x 2 heads x 64 x (K and V) x f16, but for those since the last choice
     assert stats.bytes_parked > (600 + n - 80) * 3 * 2 * 64 * 2 * 2
     # between two choices rows are added: 4, or at most 8
-    assert max(rows[1:]) <= budget + (4 if refresh == 4 else 9)
+    assert max(rows[1:]) <= budget + (4 if recall == 4 else 9)
     assert max(cells[1:]) <= 512
     first, end = statistics.median(times[10:1000]), statistics.median(times[-1000:])
     mean_first, mean_end = statistics.mean(times[10:1000]), statistics.mean(times[-1000:])
     report(
-        f"refresh {refresh}: {stats.n_refresh} choices; a step {first * 1e3:.2f} -> {end * 1e3:.2f} ms, with choices "
+        f"recall {recall}: {stats.n_recalls} choices; a step {first * 1e3:.2f} -> {end * 1e3:.2f} ms, with choices "
         f"{mean_first * 1e3:.2f} -> {mean_end * 1e3:.2f} ms; resident without what is parked "
         f"{rss[1] / MIB:.1f} -> {rss[-1] / MIB:.1f} MiB, parked {stats.bytes_parked / MIB:.1f} MiB"
     )
     # The median is that of a step without a choice, which reads 256 rows at the beginning as at the end. Half as much
     # again is for a machine that does something else, too; attention over all rows would be eight times the rows.
     # "auto" looks at the parked keys after every token, in a model this small at those of all layers, not of a few.
-    assert end <= (1.5 if refresh == 4 else 2.5) * first, (first, end)
+    assert end <= (1.5 if recall == 4 else 2.5) * first, (first, end)
     # Scratch memory of a choice grows with the rows it chooses from, and stores grow by a quarter at a time: what is
     # parked here is 7 MiB.
     assert statistics.median(rss[-20:]) - statistics.median(rss[1:21]) <= 8 * MIB

@@ -72,7 +72,7 @@ class Twin:
         """Queries are captured until the last that a cut needs, and there are slots for as many as it needs."""
         if self.state == driver.STATE_ARMED:
             stop = min(stop, self.n_prompt + S.draft_tokens - 1)
-        if self.state != driver.STATE_CUT and self.captured is not None:
+        if self.state != driver.STATE_EVICTED and self.captured is not None:
             self.captured.update({position % N_SLOTS: position for position in range(first, stop)})
 
     def has_queries(self, n_prompt: int) -> bool | None:
@@ -144,7 +144,7 @@ class Machine(RuleBasedStateMachine):
             assert info["error"] == driver.ERR_SHARED
             twin.state = driver.STATE_FULL
             return
-        assert info["state"] == driver.STATE_CUT and info["n_rows_before"] == twin.n
+        assert info["state"] == driver.STATE_EVICTED and info["n_rows_before"] == twin.n
         twin.kept = as_lists(self.context.kept(seq))
         for layer, heads in enumerate(twin.kept):
             scores = past_scores(twin.reference.q[layer], twin.reference.k[layer], twin.n_prompt, S)
@@ -159,7 +159,7 @@ class Machine(RuleBasedStateMachine):
         first = twin.n_prompt - S.window
         # which cells the past rows lie in does not matter, how many does
         twin.rows = twin.rows[: S.budget - S.window] + twin.rows[first:]
-        twin.state = driver.STATE_CUT
+        twin.state = driver.STATE_EVICTED
 
     @rule(
         seq=seqs,
@@ -303,17 +303,17 @@ class Machine(RuleBasedStateMachine):
         twin = self.twins[seq]
         n_prompt = max(1, int(twin.n * share))
         status = self.context.arm(n_prompt, seq)
-        if twin.state == driver.STATE_CUT:
-            assert status == driver.ERR_CUT
+        if twin.state == driver.STATE_EVICTED:
+            assert status == driver.ERR_EVICTED
         elif self.shared(seq):
             assert status == driver.ERR_SHARED
         elif n_prompt <= S.budget:
-            assert status == driver.NOTHING_TO_CUT
+            assert status == driver.NOTHING_TO_EVICT
         elif twin.has_queries(n_prompt) is None:
             assert status in (driver.OK, driver.ERR_QUERIES)
         else:
             assert status == (driver.OK if twin.has_queries(n_prompt) else driver.ERR_QUERIES)
-        if twin.state != driver.STATE_CUT:
+        if twin.state != driver.STATE_EVICTED:
             twin.state = driver.STATE_ARMED if status == driver.OK else driver.STATE_FULL
             twin.n_prompt = n_prompt
 
@@ -337,7 +337,7 @@ class Machine(RuleBasedStateMachine):
         twin = self.twins[seq]
         p0 = max(0, twin.n - n)
         done = self.context.seq_rm(seq, p0, -1)
-        if twin.state == driver.STATE_CUT and 0 < p0 < twin.n_prompt:
+        if twin.state == driver.STATE_EVICTED and 0 < p0 < twin.n_prompt:
             assert not done
             return
         assert done
@@ -378,19 +378,19 @@ class Machine(RuleBasedStateMachine):
             self.decode(dst, 1, 0)
 
     @rule(seq=seqs, delta=st.sampled_from([-1, 3]))
-    @precondition(lambda self: any(twin.state == driver.STATE_CUT for twin in self.twins))
+    @precondition(lambda self: any(twin.state == driver.STATE_EVICTED for twin in self.twins))
     def shift(self, seq: int, delta: int) -> None:
         assert not self.context.can_shift()
-        if self.twins[seq].state == driver.STATE_CUT:
+        if self.twins[seq].state == driver.STATE_EVICTED:
             self.context.seq_add(seq, 0, -1, delta)
             self.context.seq_div(seq, 0, -1, 2)
 
     # states
 
     @rule(data=st.data())
-    @precondition(lambda self: any(twin.state == driver.STATE_CUT for twin in self.twins))
+    @precondition(lambda self: any(twin.state == driver.STATE_EVICTED for twin in self.twins))
     def save_sequence(self, data: st.DataObject) -> None:
-        seq = self.some(data, lambda twin: twin.state == driver.STATE_CUT)
+        seq = self.some(data, lambda twin: twin.state == driver.STATE_EVICTED)
         self.saved["sequence"] = (self.context.seq_state(seq), self.twins[seq].copy())
 
     @rule(seq=seqs)
@@ -442,7 +442,7 @@ class Machine(RuleBasedStateMachine):
             assert info["state"] == twin.state
             assert info["n_rows"] == len(twin.rows)
             assert self.context.pos_max(seq) == twin.n - 1
-            if twin.state == driver.STATE_CUT:
+            if twin.state == driver.STATE_EVICTED:
                 assert (info["n_prompt"], info["boundary"]) == (twin.n_prompt, twin.n_prompt - 1)
                 assert info["pos_min"] == self.context.pos_min(seq) == twin.n_prompt - S.window
                 assert as_lists(self.context.kept(seq)) == twin.kept
@@ -450,7 +450,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 assert self.context.pos_min(seq) == (0 if twin.n else -1)
                 assert info["n_parked"] == 0 and twin.parked is None
-        any_cut = any(twin.state == driver.STATE_CUT for twin in self.twins)
+        any_cut = any(twin.state == driver.STATE_EVICTED for twin in self.twins)
         assert self.context.can_shift() is not any_cut
         used = {row for twin in self.twins for row in twin.rows}
         memory = self.context.memory_info()

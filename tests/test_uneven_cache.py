@@ -56,7 +56,7 @@ def test_side_by_side(
         together((a, rest[i : i + 1]), (b, rest[i + 10 : i + 11]))
     a.each(rest[90:93])
     b.each(rest[93:96])
-    assert context.info(0)["n_cuts"] == 2
+    assert context.info(0)["n_evictions"] == 2
 
 
 @UNIFIED
@@ -86,7 +86,7 @@ def test_the_other_sequence_does_not_notice(new_context: ContextFactory, flash_a
         for i in range(180, 190):
             pos = (context.pos_max(0) + 1, context.pos_max(1) + 1)
             logits.append(context.decode_batch([(tokens[i], pos[0], 0, False), (tokens[i], pos[1], 1, True)]))
-        assert context.info()["state"] == (driver.STATE_CUT if arm else driver.STATE_FULL)
+        assert context.info()["state"] == (driver.STATE_EVICTED if arm else driver.STATE_FULL)
         assert not arm or is_uneven(context.kept())
         found.append(logits)
     with_cut, without = (np.concatenate(logits) for logits in found)
@@ -108,14 +108,14 @@ def test_three_sequences_take_turns(zoo: Zoo, new_context: ContextFactory, cache
         )  # fmt: skip
         rng = np.random.default_rng(11)
         live: dict[int, Sequence] = {}
-        n_cuts = 0
+        n_evictions = 0
         for step in range(60):
             seq = int(rng.integers(3))
             if seq not in live:
                 live[seq] = Sequence(zoo, context, cache, seq)
                 if rng.integers(3):
                     live[seq].cut(s, int(rng.integers(70, 110)), step)
-                    n_cuts += 1
+                    n_evictions += 1
                 else:
                     live[seq].decode(tokens_of(int(rng.integers(3, 60)), step))
             elif rng.integers(4) == 0:
@@ -126,7 +126,7 @@ def test_three_sequences_take_turns(zoo: Zoo, new_context: ContextFactory, cache
                 together(*((live[i], tokens_of(n, step + i)) for i in sorted(live)))
             else:
                 live[seq].each(tokens_of(2, step))
-        assert n_cuts >= 8 and context.info(0)["n_cuts"] == n_cuts
+        assert n_evictions >= 8 and context.info(0)["n_evictions"] == n_evictions
 
 
 # cells that are used again
@@ -252,7 +252,7 @@ def test_copy_after_the_cut(
     context.seq_cp(0, 2)
     c = a.copy_to(2)
     assert as_lists(context.kept(2)) == as_lists(context.kept(0))
-    assert context.info(2)["state"] == driver.STATE_CUT and context.info(2)["n_rows"] == context.info(0)["n_rows"]
+    assert context.info(2)["state"] == driver.STATE_EVICTED and context.info(2)["n_rows"] == context.info(0)["n_rows"]
     c.each(tokens_of(3, 3))
     a.each(tokens_of(4, 4))
     c.decode(tokens_of(5, 5))

@@ -96,7 +96,7 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def case_of(cache: tuple[bool, str, str], **settings: Any) -> dict[str, Any]:
-    case: dict[str, Any] = {"policy": "snapkv", "scores": "both", "pooling": "max", "draft_pooling": "max"}
+    case: dict[str, Any] = {"policy": "snapkv", "scores": "both", "pooling": "max"}
     case.update(draft_tokens=2, budget=41, model="g3", n_ubatch=512, n_prompt=257, batches="later", cache=cache)
     return {**case, **settings}
 
@@ -105,7 +105,7 @@ CASES = [
     *(case_of(cache) for cache in CACHES),
     case_of(CACHES[2], model="g1", scores="draft", draft_tokens=5, n_ubatch=32, batches="first"),
     case_of(CACHES[3], model="g2", scores="policy", pooling="avg", draft_tokens=1),
-    case_of(CACHES[1], model="g8", draft_pooling="avg"),
+    case_of(CACHES[1], model="g8", pooling="avg"),
     case_of(CACHES[2], policy="streamingllm"),
 ]
 
@@ -131,7 +131,7 @@ def test_kept_sets_equal_the_cpus(
     zoo: Zoo, new_context: ContextFactory, cache: tuple[bool, str, str], scores: str
 ) -> None:
     """The same rows, but for a few that score almost the same."""
-    s = Settings(scores=scores, draft_pooling="max", draft_tokens=3)
+    s = Settings(scores=scores, draft_tokens=3)
     n_prompt, tokens = 203, tokens_of(206, 1)
     settings = {"flash_attn": cache[0], "type_k": cache[1], "type_v": cache[2], "dge": s.as_params()}
     cpu = driver.Context(zoo["g3"].native, **settings)
@@ -187,7 +187,7 @@ def test_h2o_sums_on_the_device(zoo: Zoo, new_context: ContextFactory) -> None:
     for context in (cpu, new_context("g3", n_ubatch=32, dge=dge)):
         prefill_and_arm(context, tokens[:150])
         decode_each(context, tokens[150:])
-        assert context.info()["state"] == driver.STATE_CUT
+        assert context.info()["state"] == driver.STATE_EVICTED
         sets.append([set(rows.tolist()) for heads in context.kept() for rows in heads])
     cpu.close()
     assert sum(len(a - b) for a, b in zip(*sets)) <= 2
@@ -214,7 +214,7 @@ def test_a_whole_model(cache: tuple[bool, str]) -> None:
             flash_attn=cache[0],
             type_k=kind,
             type_v=kind if cache[0] else driver.GGML_TYPES["f16"],
-            dge={"budget": 40, "draft_tokens": 3, "draft_pooling": "max"},
+            dge={"budget": 40, "draft_tokens": 3},
             verbose=False,
         )
         answers.append(llm(prompt, max_tokens=8, temperature=0)["choices"][0]["text"])

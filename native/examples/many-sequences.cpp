@@ -1,5 +1,5 @@
-// Eight prompts of unlike length, each cut as soon as its draft is there, in one unified cache that could not hold them
-// all. Afterwards all of them are decoded in common batches.
+// Eight prompts of unlike length, each evicted as soon as its draft tokens are decoded, in one unified cache that could not
+// hold them all. Afterwards all of them are decoded in common batches.
 //
 //   dge-many-sequences MODEL.gguf
 
@@ -91,7 +91,7 @@ int main(int argc, char ** argv) {
     std::vector<sequence> seqs(n_seq);
     llama_batch           batch = llama_batch_init(n_cells, 0, 1);
 
-    // each prompt in turn, and the tokens of its answer after which it is cut
+    // each prompt in turn, and the tokens of its answer after which it is evicted
     for (int s = 0; s < n_seq; ++s) {
         auto & seq = seqs[s];
 
@@ -138,8 +138,8 @@ int main(int argc, char ** argv) {
         llama_dge_seq_info info;
         llama_dge_get_seq_info(ctx, s, &info);
 
-        printf("sequence %d: prompt %3d, answer %d, %s, %3d rows of %d cells\n", s, lengths[s], seqs[s].n_answer,
-                info.state == LLAMA_DGE_STATE_CUT ? "cut" : "not cut", info.n_rows, n_cells);
+        printf("sequence %d: prompt %3d, answer %d, %s, %3d entries of %d cells\n", s, lengths[s], seqs[s].n_answer,
+                info.state == LLAMA_DGE_STATE_EVICTED ? "evicted" : "full", info.n_rows, n_cells);
     }
 
     llama_batch_free(batch);

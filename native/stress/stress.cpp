@@ -1,5 +1,5 @@
-// Random calls on one context, to be run under sanitizers: sequences that are filled, armed, cut, chosen anew, parked,
-// restored, copied, saved, loaded, taken back and cleared, with allocations that fail and choices that threads make.
+// Random calls on one context, to be run under sanitizers: sequences that are filled, armed, evicted, re-selected, copied to
+// the host, restored, copied, saved, loaded, shortened and cleared, with failing allocations and selections on threads.
 //
 //   dge-stress MODEL.gguf FOLDER [N_STEPS [SEED]]
 
@@ -35,8 +35,8 @@ struct run {
     std::vector<std::vector<uint8_t>> states;
 
     int n_decoded  = 0;
-    int n_cut      = 0;
-    int n_refresh  = 0;
+    int n_evicted  = 0;
+    int n_recalls  = 0;
     int n_restored = 0;
 
     llama_pos end(int s) const { return llama_memory_seq_pos_max(llama_get_memory(ctx), s) + 1; }
@@ -86,7 +86,9 @@ struct run {
             // a prompt, and its answer
             const int n_prompt = pick(1, 200);
 
-            if (info(s).state == LLAMA_DGE_STATE_FULL && decode(s, n_prompt) == 0) {
+            const int state = info(s).state;
+
+            if ((state == LLAMA_DGE_STATE_EMPTY || state == LLAMA_DGE_STATE_FULL) && decode(s, n_prompt) == 0) {
                 llama_dge_seq_arm(ctx, s, end(s));
                 for (int i = pick(0, 30); i > 0 && decode(s, 1) == 0; --i) {
                 }
@@ -116,7 +118,7 @@ struct run {
                 llama_memory_seq_rm(mem, s, -1, -1);
             }
         } else if (what < 91) {
-            llama_dge_seq_cut(ctx, s);
+            llama_dge_seq_evict(ctx, s);
         } else if (what < 94) {
             llama_dge_debug_poison(ctx, 0x6bcd);
         } else if (what < 98) {
@@ -130,8 +132,8 @@ struct run {
 
         for (int i = 0; i < n_seq; ++i) {
             const auto now = info(i);
-            n_cut += now.state == LLAMA_DGE_STATE_CUT;
-            n_refresh += now.n_refresh > 0;
+            n_evicted += now.state == LLAMA_DGE_STATE_EVICTED;
+            n_recalls += now.n_recalls > 0;
         }
     }
 };
@@ -148,9 +150,9 @@ int main(int argc, char ** argv) {
     llama_model * model = llama_model_load_from_file(argv[1], llama_model_default_params());
     check(model, "cannot load the model");
 
-    int n_cut = 0, n_refresh = 0, n_restored = 0;
+    int n_evicted = 0, n_recalls = 0, n_restored = 0;
 
-    // elastic or not, one stream or several, flash attention or not; parks and choices differ, too
+    // elastic or not, one stream or several, flash attention or not; host copies and selections differ as well
     for (int i = 0; i < 8; ++i) {
         auto cparams = llama_context_default_params();
 
@@ -175,10 +177,11 @@ int main(int argc, char ** argv) {
             auto params = llama_dge_default_params();
 
             params.budget          = budget;
+            params.draft_tokens    = 2;
             params.park            = j == 3 ? LLAMA_DGE_PARK_DISK : LLAMA_DGE_PARK_RAM;
             params.park_dir        = argv[2];
-            params.refresh         = j == 3 ? 0 : j == 2 ? LLAMA_DGE_REFRESH_AUTO : 3;
-            params.refresh_overlap = j == 1 || (j == 2 && i % 2);
+            params.recall          = j == 3 ? 0 : j == 2 ? LLAMA_DGE_RECALL_AUTO : 3;
+            params.recall_async    = j == 1 || (j == 2 && i % 2);
             params.head_budgets    = i % 3 == 0 ? LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE : LLAMA_DGE_HEAD_BUDGETS_UNIFORM;
             params.scores          = j == 3 ? LLAMA_DGE_SCORES_BOTH : LLAMA_DGE_SCORES_DRAFT;
 
@@ -189,8 +192,8 @@ int main(int argc, char ** argv) {
             }
         }
 
-        n_cut += r.n_cut;
-        n_refresh += r.n_refresh;
+        n_evicted += r.n_evicted;
+        n_recalls += r.n_recalls;
         n_restored += r.n_restored;
 
         printf("context %d: %d tokens, %d restores\n", i, r.n_decoded, r.n_restored);
@@ -201,7 +204,7 @@ int main(int argc, char ** argv) {
     }
 
     // a run in which nothing happened proves nothing
-    check(n_cut > 0 && n_refresh > 0 && n_restored > 0, "cuts, choices and restores took place");
+    check(n_evicted > 0 && n_recalls > 0 && n_restored > 0, "evictions, recalls and restores took place");
 
     llama_model_free(model);
     llama_backend_free();

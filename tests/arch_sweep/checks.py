@@ -100,7 +100,7 @@ def cut_run(context: Context, tokens: list[int]) -> Logits:
     require(context.info()["state"] == driver.STATE_ARMED, "cut before the draft was complete")
     logits = steps(context, tokens[N_PROMPT + N_DRAFT :])
     info = context.info()
-    require(info["state"] == driver.STATE_CUT, f"no cut: {context.status(info['error'])}")
+    require(info["state"] == driver.STATE_EVICTED, f"no cut: {context.status(info['error'])}")
     rows = (info["n_rows_before"], info["n_rows_after"], info["n_rows"])
     want = (N_PROMPT + N_DRAFT, BUDGET + N_DRAFT, BUDGET + N_DRAFT + N_STEPS)
     require(rows == want, f"rows before the cut, after it and at the end: {rows}, not {want}")
@@ -135,7 +135,7 @@ def check_identity(case: Case) -> dict[str, Any]:
             prefill = context.decode(tokens[:N_PROMPT])
             if dge:
                 status = context.arm(N_PROMPT)
-                require(status == driver.NOTHING_TO_CUT, f"arm: {context.status(status)}")
+                require(status == driver.NOTHING_TO_EVICT, f"arm: {context.status(status)}")
             found.append(np.concatenate([prefill, steps(context, tokens[N_PROMPT:])]))
     require(bool(np.isfinite(found[0]).all()) and float(np.ptp(found[0])) > 0, "the model's logits say nothing")
     if not np.array_equal(found[0], found[1]):
@@ -206,7 +206,7 @@ def sequences_run(context: Context, tokens: tuple[list[int], list[int]], cut: bo
         found.append(np.stack([both[0], both[1]]))
     if cut:
         states = [context.info(seq)["state"] for seq in (0, 1)]
-        require(states == [driver.STATE_CUT, driver.STATE_FULL], f"states of the two sequences: {states}")
+        require(states == [driver.STATE_EVICTED, driver.STATE_FULL], f"states of the two sequences: {states}")
         require(context.info(0)["n_rows_after"] == BUDGET + N_DRAFT, "another number of rows was kept")
         require(context.info(1)["n_rows"] == N_PROMPT + N_DRAFT + N_STEPS, "the other sequence lost rows")
     logits = np.stack(found)[N_DRAFT:]

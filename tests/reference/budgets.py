@@ -93,8 +93,7 @@ def rank_scores(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
     sums = h2o_sums(q, k, n_prompt + s.draft_tokens - 1)[:, : n_prompt - s.window]
     if s.scores == "policy":
         return sums
-    kind = s.pooling if s.draft_pooling == "none" else s.draft_pooling
-    draft = pool(draft_score(q, k, n_prompt, s.window, s.draft_tokens), kind, s.kernel_size)
+    draft = pool(draft_score(q, k, n_prompt, s.window, s.draft_tokens), s.pooling, s.kernel_size)
     return np.asarray(sums / sums.sum(axis=1, keepdims=True) + draft / draft.sum(axis=1, keepdims=True))
 
 

@@ -15,10 +15,38 @@ import numpy as np
 import numpy.typing as npt
 
 from .declarations import *  # noqa: F403, a part of this module for its users
-from .declarations import ENUMS, OK, MemoryInfo, SeqInfo, dge_library, llama, raw_select
+from .declarations import ENUMS, OK, Estimate, MemoryInfo, Params, SeqInfo, dge_library, llama, raw_select
 from .rounding import GGML_TYPES
 
 Logits = npt.NDArray[np.float32]
+
+# where the tests begin: a default of the library that changes must not change what they prove
+SETTINGS: dict[str, Any] = {"scores": "draft", "draft_tokens": 2, "park": "off"}
+
+
+def raw_params(**settings: Any) -> Params:
+    """struct llama_dge_params with names for the enums; fields that are not given are those of SETTINGS.
+
+    A `table` is given as [layer][head] and sets n_table; `select` as a `Select`, which leaves no policy.
+    """
+    params = dge_library().llama_dge_default_params()
+    if "select" in settings:
+        settings = {"policy": None, **settings}
+    for name, value in {**SETTINGS, **settings}.items():
+        if not hasattr(params, name):
+            raise TypeError(f"llama_dge_params has no field {name}")
+        if name == "table":
+            flat = [n for heads in value for n in heads]
+            params.table, params.n_table = (ctypes.c_int32 * len(flat))(*flat), len(flat)
+        elif name == "select":
+            # the library calls it as long as it is enabled
+            params.callback = raw_select(value)
+            params.select = ctypes.cast(params.callback, ctypes.c_void_p)
+        elif name in ("policy", "park_dir"):
+            setattr(params, name, None if value is None else str(value).encode())
+        else:
+            setattr(params, name, ENUMS[name][value] if isinstance(value, str) else value)
+    return params
 
 
 @contextmanager
@@ -104,7 +132,7 @@ class Context:
         params.type_k, params.type_v = GGML_TYPES[type_k], GGML_TYPES[type_v]
         params.swa_full = swa_full
         if operations is not None:
-            # collects the names of those that the context's own scheduler runs, the scores of a cut included
+            # collects the names of those that the context's own scheduler runs, the scores of an eviction included
             self._on_node = self.api.ggml_backend_sched_eval_callback(_operations_to(operations))
             params.cb_eval = self._on_node
         dge_library().llama_dge_set_elastic(elastic)
@@ -116,7 +144,7 @@ class Context:
             raise RuntimeError("cannot create the context")
         self._batch = self.api.llama_batch_init(max(n_batch, 64), 0, 1)
         self._abort: Any = None
-        self._select: Any = None
+        self._params: Any = None
         self.rc = 0
         if dge is not None:
             self.enable(**dge)
@@ -227,29 +255,11 @@ class Context:
     # eviction
 
     def enable(self, check: bool = True, **settings: Any) -> int:
-        """llama_dge_enable() with names for the enums; fields that are not given keep the default.
-
-        A `table` is given as [layer][head] and sets n_table, too; `select` as a `Select`.
-        """
-        lib = dge_library()
-        params = lib.llama_dge_default_params()
-        for name, value in settings.items():
-            if not hasattr(params, name):
-                raise TypeError(f"llama_dge_params has no field {name}")
-            if name == "table":
-                flat = [n for heads in value for n in heads]
-                params.table, params.n_table = (ctypes.c_int32 * len(flat))(*flat), len(flat)
-            elif name == "select":
-                # the library calls it as long as it is enabled
-                self._select = raw_select(value)
-                params.select = ctypes.cast(self._select, ctypes.c_void_p)
-            else:
-                if name == "park_dir":
-                    value = str(value).encode()
-                    params.park_dir = value
-                    continue
-                setattr(params, name, ENUMS.get(name, {}).get(value, value) if isinstance(value, str) else value)
-        rc = int(lib.llama_dge_enable(self.handle, ctypes.byref(params)))
+        """llama_dge_enable() with the settings of raw_params()."""
+        params = raw_params(**settings)
+        rc = int(dge_library().llama_dge_enable(self.handle, ctypes.byref(params)))
+        if rc == OK:
+            self._params = params  # and the callback in it
         if check and rc != OK:
             raise RuntimeError(f"llama_dge_enable: {self.status(rc)}")
         return rc
@@ -271,8 +281,8 @@ class Context:
     def disarm(self, seq: int = 0) -> int:
         return int(dge_library().llama_dge_seq_disarm(self.handle, seq))
 
-    def cut(self, seq: int = 0) -> int:
-        return int(dge_library().llama_dge_seq_cut(self.handle, seq))
+    def evict(self, seq: int = 0) -> int:
+        return int(dge_library().llama_dge_seq_evict(self.handle, seq))
 
     def reuse(self, n_prompt: int, n_match: int, seq: int = 0) -> int:
         return int(dge_library().llama_dge_seq_reuse(self.handle, seq, n_prompt, n_match))
@@ -283,6 +293,18 @@ class Context:
         if rc != OK:
             raise RuntimeError(f"llama_dge_get_seq_info: {self.status(rc)}")
         return info.as_dict()
+
+    def estimate(self, n_prompt: int, elastic: bool = False, **settings: Any) -> dict[str, int]:
+        """llama_dge_get_estimate() with the settings of raw_params()."""
+        found, params = Estimate(), raw_params(**settings)
+        rc = int(
+            dge_library().llama_dge_get_estimate(
+                self.handle, ctypes.byref(params), n_prompt, elastic, ctypes.byref(found)
+            )
+        )
+        if rc != OK:
+            raise RuntimeError(f"llama_dge_get_estimate: {self.status(rc)}")
+        return found.as_dict()
 
     def layers(self) -> list[int]:
         lib = dge_library()
@@ -303,7 +325,7 @@ class Context:
         return np.array(found, dtype=np.int32)
 
     def kept(self, seq: int = 0) -> list[list[npt.NDArray[np.int32]]]:
-        """Kept positions [layer][head] of all layers that were cut."""
+        """Kept positions [layer][head] of all layers that were evicted."""
         lib = dge_library()
         return [
             [self.kept_of(il, ih, seq) for ih in range(lib.llama_dge_get_n_head_kv(self.handle, il))]

@@ -67,12 +67,12 @@ def set_abort(llm: Any, stop: Any) -> None:
     llama_cpp.llama_set_abort_callback(llm.ctx, llm.abort_callback, None)
 
 
-def assert_cut(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] = CUT, n_cuts: int = 1) -> None:
+def assert_cut(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] = CUT, n_evictions: int = 1) -> None:
     """The cache was cut and holds what it should after n_tokens tokens of the answer were drawn."""
     stats = llm.dge_stats
     assert stats is not None
     n_draft = dge["draft_tokens"] - 1
-    assert stats.state == "cut" and stats.error is None and stats.n_cuts == n_cuts
+    assert stats.state == "evicted" and stats.error is None and stats.n_evictions == n_evictions
     assert (stats.n_prompt, stats.n_draft, stats.boundary) == (n_prompt, n_draft, n_prompt - 1)
     assert (stats.rows_before, stats.rows_after) == (n_prompt + n_draft, dge["budget"] + n_draft)
     assert stats.rows_before > stats.rows_after

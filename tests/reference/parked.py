@@ -33,7 +33,7 @@ def cut_session(context: Context, seq: int = 0, tokens: list[int] = FIRST) -> dr
     assert context.info(seq)["state"] == driver.STATE_ARMED
     logits = decode_each(context, tokens[N_CUT:], seq)
     info = context.info(seq)
-    assert info["state"] == driver.STATE_CUT, context.status(info["error"])
+    assert info["state"] == driver.STATE_EVICTED, context.status(info["error"])
     assert info["n_rows_before"] == info["n_parked"] == N_CUT > info["n_rows_after"]
     return logits
 
@@ -59,7 +59,7 @@ def same_from_now_on(context: Context, twin: Context, tokens: list[int], cut: bo
         assert context.arm(n_prompt, seq) == twin.arm(n_prompt, seq) == driver.OK
     assert np.array_equal(decode_each(context, ANSWER, seq), decode_each(twin, ANSWER, seq))
     for each in (context, twin) if cut else ():
-        assert each.info(seq)["state"] == driver.STATE_CUT, each.status(each.info(seq)["error"])
+        assert each.info(seq)["state"] == driver.STATE_EVICTED, each.status(each.info(seq)["error"])
         assert each.info(seq)["n_rows_before"] == n_prompt + N_DRAFT
     if cut:
         assert as_lists(context.kept(seq)) == as_lists(twin.kept(seq))

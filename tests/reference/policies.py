@@ -24,7 +24,6 @@ class Settings:
     policy: str = "snapkv"
     scores: str = "draft"
     pooling: str = "max"
-    draft_pooling: str = "none"
     kernel_size: int = 7
     budget: int = 64
     draft_tokens: int = 2
@@ -84,9 +83,9 @@ def past_scores(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
         return pool(snapkv_score(q, k, n_prompt, s.window), s.pooling, s.kernel_size)
     draft = draft_score(q, k, n_prompt, s.window, s.draft_tokens)
     if s.scores == "draft":
-        return pool(draft, s.draft_pooling, s.kernel_size)
+        return pool(draft, s.pooling, s.kernel_size)
     own = pool(snapkv_score(q, k, n_prompt, s.window), s.pooling, s.kernel_size)
-    draft = pool(draft, s.pooling if s.draft_pooling == "none" else s.draft_pooling, s.kernel_size)
+    draft = pool(draft, s.pooling, s.kernel_size)
     return np.asarray(own / own.sum(axis=1, keepdims=True) + draft / draft.sum(axis=1, keepdims=True))
 
 

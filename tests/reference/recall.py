@@ -1,4 +1,4 @@
-"""Settings of sequences whose rows are chosen again."""
+"""Settings of sequences with recall."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 BUDGET, WINDOW = 40, 8
 
 
-def recall(refresh: int, **settings: Any) -> dict[str, Any]:
+def recall(every: int, **settings: Any) -> dict[str, Any]:
     """Parameters of the library."""
-    return {"budget": BUDGET, "window": WINDOW, "draft_tokens": 2, "park": "ram", "refresh": refresh, **settings}
+    return {
+        "budget": BUDGET,
+        "window": WINDOW,
+        "draft_tokens": 2,
+        "pooling": "max",
+        "park": "ram",
+        "recall": every,
+        **settings,
+    }

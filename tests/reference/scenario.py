@@ -45,7 +45,7 @@ def cut_after(context: Context, tokens: list[int], n_prompt: int, n_draft: int, 
     assert context.info(seq)["state"] == driver.STATE_ARMED
     logits = decode_each(context, tokens[n_prompt + n_draft :], seq)
     info = context.info(seq)
-    assert info["state"] == driver.STATE_CUT, context.status(info["error"])
+    assert info["state"] == driver.STATE_EVICTED, context.status(info["error"])
     assert info["n_rows_before"] == n_prompt + n_draft
     assert info["n_rows_after"] == info["budget"] + n_draft < info["n_rows_before"]
     return logits

@@ -55,7 +55,7 @@ class Sequence:
         n = self.reference.n_tokens
         got = self.context.decode(tokens[-1:], seq=self.seq)
         info = self.context.info(self.seq)
-        assert info["state"] == driver.STATE_CUT, self.context.status(info["error"])
+        assert info["state"] == driver.STATE_EVICTED, self.context.status(info["error"])
         kept = self.context.kept(self.seq)
         assert info["n_rows_before"] == n and is_uneven(kept)
         self.reference.mask_all_but(kept)
