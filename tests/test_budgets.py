@@ -131,7 +131,8 @@ def test_f32_kept_sets_equal_the_reference(
     zoo: Zoo, new_context: ContextFactory, model: str, cut: tuple[str, str], scores: str
 ) -> None:
     n_prompt, spec = 133, ZOO[model]
-    for budget, draft_tokens, pooling in ((48, 1, "none" if scores == "draft" else "max"), (21, 4, "avg")):
+    poolings = {"draft": ("none", "max"), "policy": ("max", "avg"), "both": ("avg", "max")}[scores]
+    for budget, draft_tokens, pooling in ((48, 1, poolings[0]), (21, 4, poolings[1])):
         s = settings_for(cut, spec, n_prompt, scores=scores, pooling=pooling, budget=budget, draft_tokens=draft_tokens)
         tokens = tokens_of(n_prompt + draft_tokens, budget)
         context = new_context(model, **F32, dge=s.as_params())
@@ -247,7 +248,11 @@ class CutRun:
         self.spec = ZOO[case["model"]]
         self.n_prompt, self.n_ubatch = case["n_prompt"], case["n_ubatch"]
         self.settings = settings_for(
-            case["cut"], self.spec, self.n_prompt, **{n: case[n] for n in ("scores", "draft_tokens", "budget")}
+            case["cut"],
+            self.spec,
+            self.n_prompt,
+            pooling="none" if case["scores"] == "draft" else "max",
+            **{n: case[n] for n in ("scores", "draft_tokens", "budget")},
         )
         self.n_cut = self.n_prompt + case["draft_tokens"] - 1
         self.sizes = BATCHES[case["batches"]]
@@ -378,7 +383,7 @@ def test_a_wrong_bias_is_seen(
 def test_several_threads_and_a_large_cache(zoo: Zoo, new_context: ContextFactory) -> None:
     """From 512 cells on, the CPU's flash attention splits the rows of one token over threads."""
     n_prompt = 700
-    s = Settings(head_budgets="adaptive", budget=600, draft_tokens=1)
+    s = Settings(pooling="none", head_budgets="adaptive", budget=600, draft_tokens=1)
     tokens = tokens_of(n_prompt + 12, 4)
     context = new_context("g3", flash_attn=True, n_threads=3, dge=s.as_params())
     prefill_and_arm(context, tokens[:n_prompt])

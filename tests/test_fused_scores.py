@@ -100,7 +100,7 @@ def test_a_choice_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: Contex
         flash_attn=True,
         type_k="q4_0",
         type_v="f16",
-        dge={**s.as_params(), "draft_tokens": 2, "park": "ram", "recall": 1},
+        dge={**s.as_params(), "scores": "auto", "draft_tokens": 2, "park": "ram", "recall": 1},
     )
     tokens = tokens_of(190, 8)
     prefill_and_arm(context, tokens[:150])

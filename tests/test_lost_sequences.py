@@ -76,7 +76,7 @@ class Pair:
 
 def assert_empty(context: Context, seq: int = 0) -> None:
     info = context.info(seq)
-    assert (info["state"], info["error"]) == (driver.STATE_FULL, driver.ERR_LOST)
+    assert (info["state"], info["error"]) == (driver.STATE_LOST, driver.ERR_LOST)
     assert info["n_rows"] == info["n_parked"] == info["bytes_parked"] == info["n_prompt"] == 0
     assert (info["boundary"], info["pos_min"]) == (-1, -1)
     assert (context.pos_min(seq), context.pos_max(seq)) == (-1, -1)

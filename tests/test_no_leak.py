@@ -96,7 +96,7 @@ def test_every_request_of_a_series_is_cut(zoo: Zoo, new_context: ContextFactory,
             want = np.concatenate([reference.step([token]) for token in tokens[n_prompt + 1 :]])
             assert nmse(logits, want) <= nmse_bounds("f16", "f16", flash_attn, 2)[0]
         assert context.seq_rm(0, -1, -1)
-        assert context.info()["n_rows"] == 0 and context.info()["state"] == driver.STATE_FULL
+        assert context.info()["n_rows"] == 0 and context.info()["state"] == driver.STATE_EMPTY
 
 
 def test_freed_cells_can_be_used_again(new_context: ContextFactory) -> None:

@@ -24,7 +24,7 @@ OTHERS: list[dict[str, Any]] = [
     {"budget": 32, "draft_tokens": 9, "scores": "draft"},
     {"budget": 32, "draft_tokens": 3, "window": 12},
     {"budget": 48, "draft_tokens": 1, "scores": "policy"},
-    {"budget": 32, "draft_tokens": 4, "scores": "both", "recall": 3, "park": "ram"},
+    {"budget": 32, "draft_tokens": 4, "recall": 3, "park": "ram"},
     {"budget": 32, "draft_tokens": 2, "policy": "streamingllm"},
     {"budget": 32, "draft_tokens": 1, "policy": "h2o", "scores": "policy"},
     {"budget": 48, "draft_tokens": 4, "policy": "h2o", "scores": "policy", "head_budgets": "adaptive"},

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def is_as_new(context: Context, new_context: ContextFactory, seq: int = 0, **settings: Any) -> None:
     """The sequence is empty, and a new prompt in it goes as in a fresh context, cut included."""
     info = context.info(seq)
-    assert info["state"] == driver.STATE_FULL and info["n_rows"] == 0
+    assert info["state"] == driver.STATE_EMPTY and info["n_rows"] == 0
     assert (info["boundary"], info["pos_min"], info["n_rows_after"], info["n_prompt"]) == (-1, -1, 0, 0)
     assert (context.pos_min(seq), context.pos_max(seq)) == (-1, -1)
     tokens = tokens_of(90 + 12, 1)
@@ -202,7 +202,7 @@ def test_shifts_are_refused_after_a_cut(new_context: ContextFactory, cut_context
         context.seq_add(0, 0, -1, 5)
         context.seq_add(0, N_CUT, -1, -1)
         context.seq_div(0, 0, -1, 2)
-    assert len([line for line in log if "cut" in line]) == 3
+    assert len([line for line in log if "shifted" in line]) == 3
     assert context.state() == before
     rest = TOKENS[N_CUT + 5 :]
     assert np.array_equal(decode_each(context, rest), decode_each(untouched, rest))

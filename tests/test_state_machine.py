@@ -439,7 +439,7 @@ class Machine(RuleBasedStateMachine):
             return
         for seq, twin in enumerate(self.twins):
             info = self.context.info(seq)
-            assert info["state"] == twin.state
+            assert info["state"] == (twin.state if twin.n else driver.STATE_EMPTY)
             assert info["n_rows"] == len(twin.rows)
             assert self.context.pos_max(seq) == twin.n - 1
             if twin.state == driver.STATE_EVICTED:

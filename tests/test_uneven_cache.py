@@ -160,7 +160,7 @@ def test_nothing_is_left_after_removal(
         context.seq_keep(1)
     else:
         context.clear(how == "clear")
-    assert context.info()["state"] == driver.STATE_FULL and context.info()["n_rows"] == 0
+    assert context.info()["state"] == driver.STATE_EMPTY and context.info()["n_rows"] == 0
 
     fresh = new_context(MODEL, **settings, dge=s.as_params())
     # token by token at first, so that the graph of the last decode fits and is used again
