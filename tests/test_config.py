@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from llama_dge import DGEConfig
+from llama_dge.config import RANGES
 
 NAN = float("nan")
 INF = float("inf")
 
 INTEGER_FIELDS = {"draft_tokens": 1, "window": 1, "kernel_size": 1, "sinks": 0}
 CHOICES = {
-    "policy": ("snapkv", "pyramidkv", "h2o", "streamingllm"),
-    "scores": ("draft", "policy", "both"),
-    "draft_pooling": ("none", "max", "avg"),
-    "pooling": ("max", "avg"),
+    "policy": ("h2o", "pyramidkv", "snapkv", "streamingllm"),
+    "scores": ("auto", "draft", "policy", "both"),
+    "pooling": ("none", "max", "avg"),
     "layer_budgets": ("exact", "reference"),
     "head_budgets": ("uniform", "adaptive"),
     "new_turn": ("restore", "append", "reprefill"),
@@ -68,7 +68,7 @@ def test_bad_value(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field}=") as caught:
         DGEConfig(**{field: value})
     message = str(caught.value)
-    assert repr(value) in message
+    assert (f'"{value}"' if isinstance(value, str) and field in CHOICES else repr(value)) in message
     assert "must be" in message
 
 
@@ -87,20 +87,22 @@ def test_message_names_the_choices(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings, field",
+    "settings, least",
     [
-        ({"window": 9, "budget": 8}, "window"),
-        ({"budget": 7}, "window"),  # the default window is 8
-        ({"window": 2000}, "window"),  # the default budget is 1024
-        ({"policy": "streamingllm", "budget": 16, "window": 8, "sinks": 9}, "sinks"),
-        ({"policy": "streamingllm", "budget": 11}, "sinks"),
-        ({"policy": "streamingllm", "sinks": 2000}, "sinks"),
+        ({"window": 9, "budget": 8}, 9),
+        ({"budget": 7}, 8),  # the default window is 8
+        ({"window": 2000}, 2000),  # the default budget is 1024
+        ({"policy": "streamingllm", "budget": 16, "window": 8, "sinks": 9}, 17),
+        ({"policy": "streamingllm", "budget": 11}, 12),
+        ({"policy": "streamingllm", "sinks": 2000}, 2008),
     ],
     ids=str,
 )
-def test_settings_that_do_not_fit_together(settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(ValueError, match=f"^{field}=.*budget="):
+def test_budget_includes_what_is_always_kept(settings: dict[str, Any], least: int) -> None:
+    with pytest.raises(ValueError, match=rf"^budget=\d+: must be at least {least}"):
         DGEConfig(**settings)
+    config = DGEConfig(**{**settings, "budget": least})
+    assert config.least_budget == config.budget
 
 
 @pytest.mark.parametrize(
@@ -115,9 +117,9 @@ def test_settings_that_do_not_fit_together(settings: dict[str, Any], field: str)
         ({"head_budgets": [[64, 31]], "window": 32}, "32 .. "),
         ({"head_budgets": [[64, 11]], "policy": "streamingllm"}, "12 .. "),
         ({"head_budgets": [[64, 8]], "policy": "streamingllm", "sinks": 1}, "9 .. "),
-        # rows are ranked by scores, or by the policy itself
-        ({"head_budgets": "adaptive", "policy": "streamingllm"}, "snapkv"),
-        ({"head_budgets": "adaptive", "policy": Policy()}, "snapkv"),
+        # entries are ranked by attention, or by the policy itself
+        ({"head_budgets": "adaptive", "policy": "streamingllm"}, 'policy="streamingllm" does not'),
+        ({"head_budgets": "adaptive", "policy": Policy()}, "does not"),
         ({"head_budgets": [[64]], "policy": Policy()}, "policy"),
     ],
     ids=str,
@@ -149,7 +151,7 @@ def test_head_budgets_that_do_not_fit(settings: dict[str, Any], allowed: str) ->
         {"policy": "snapkv", "layer_budgets": "reference"},  # layer_budgets are PyramidKV's
         {"head_budgets": ((8, MAX_ROWS), (64, 65))},
         {"head_budgets": ((12,),), "policy": "streamingllm"},
-        {"head_budgets": ((64, 64),), "budget": 8},  # the table takes the place of the budget
+        {"head_budgets": ((64, 64),), "budget": 8},  # the table replaces the budget
         {"head_budgets": ((64,), (64, 64))},  # layers of a model may differ in their number of heads
         {"policy": Policy(), "scores": "both"},
         *({field: choice} for field, choices in CHOICES.items() for choice in choices),
@@ -201,13 +203,12 @@ def test_message_of_a_table_is_short() -> None:
 def test_defaults() -> None:
     assert dataclasses.asdict(DGEConfig()) == {
         "policy": "snapkv",
-        "scores": "draft",
-        "draft_pooling": "max",
+        "scores": "auto",
+        "pooling": "max",
+        "kernel_size": 7,
         "budget": 1024,
         "draft_tokens": 8,
         "window": 8,
-        "kernel_size": 7,
-        "pooling": "max",
         "sinks": 4,
         "layer_budgets": "exact",
         "head_budgets": "uniform",
@@ -215,9 +216,9 @@ def test_defaults() -> None:
         "park": "ram",
         "park_dir": None,
         "park_limit": None,
-        "refresh": 0,
-        "refresh_mass": 0.9,
-        "refresh_overlap": False,
+        "recall": 0,
+        "recall_mass": 0.9,
+        "recall_async": False,
         "elastic": True,
         "strict": True,
     }
@@ -238,13 +239,105 @@ def test_from_any() -> None:
         DGEConfig.from_any({"budget": 0})
 
 
-@pytest.mark.parametrize("value", [1, 0, 1.0, "snapkv", ["budget"], object], ids=repr)
+@pytest.mark.parametrize("value", [1, 0, 1.0, ["budget"], object], ids=repr)
 def test_from_another_type(value: Any) -> None:
-    with pytest.raises(TypeError, match="must be True, False, None, a dict or a DGEConfig"):
+    with pytest.raises(TypeError, match="must be True, False, None, the name of a preset, a dict or a DGEConfig"):
         DGEConfig.from_any(value)
 
 
-@pytest.mark.parametrize("key", ["Budget", "parks", "refreshs", "elastic_", "", 5], ids=repr)
+def test_presets() -> None:
+    paper = DGEConfig.preset("paper", budget=128)
+    assert (paper.draft_tokens, paper.pooling, paper.scores, paper.recall) == (2, "none", "draft", 0)
+    assert paper == dataclasses.replace(DGEConfig.preset("paper"), budget=128)
+    assert DGEConfig.from_any("paper") == DGEConfig.preset("paper")
+    assert DGEConfig.preset("recall") == DGEConfig(recall=4) == DGEConfig.from_any("recall")
+    assert DGEConfig.preset("default") == DGEConfig()
+    assert DGEConfig.preset("paper", draft_tokens=4).draft_tokens == 4  # what is given comes last
+
+
+@pytest.mark.parametrize("make", [DGEConfig.preset, DGEConfig.from_any])
+def test_unknown_preset(make: Any) -> None:
+    with pytest.raises(ValueError, match=r'^preset="snapkv": must be "default", "paper", "recall"'):
+        make("snapkv")
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("draft_pooling", "pooling"),
+        ("refresh", "recall"),
+        ("refresh_mass", "recall_mass"),
+        ("refresh_overlap", "recall_async"),
+    ],
+)
+def test_old_names_give_the_new_one(old: str, new: str) -> None:
+    for make in (
+        DGEConfig,
+        lambda **settings: DGEConfig.from_any(settings),
+        lambda **s: DGEConfig.preset("paper", **s),
+    ):
+        with pytest.raises(TypeError, match=f"^{old} is called {new}$"):
+            make(**{old: 1})
+
+
+@pytest.mark.parametrize(
+    "settings, ranks_by",
+    [
+        ({}, "draft"),
+        ({"policy": "h2o"}, "policy"),
+        ({"policy": "h2o", "recall": 4}, "draft"),
+        ({"policy": "h2o", "scores": "both"}, "both"),
+        ({"policy": Policy()}, "draft"),
+    ],
+    ids=str,
+)
+def test_what_auto_stands_for(settings: dict[str, Any], ranks_by: str) -> None:
+    assert DGEConfig(**settings).ranks_by == ranks_by
+
+
+@pytest.mark.parametrize(
+    "field, text, value",
+    [
+        ("budget", "512", 512),
+        ("budget", "0.25", 0.25),
+        ("recall", "4", 4),
+        ("recall", "auto", "auto"),
+        ("park_limit", "1000", 1000),
+        ("recall_mass", "1", 1.0),
+        ("elastic", "false", False),
+        ("window", "16", 16),
+        ("park_dir", "12", "12"),
+        ("policy", "h2o", "h2o"),
+    ],
+)
+def test_parse(field: str, text: str, value: Any) -> None:
+    parsed = DGEConfig.parse(field, text)
+    assert parsed == value and type(parsed) is type(value)
+
+
+@pytest.mark.parametrize("field, text", [("budget", "x"), ("elastic", "yes"), ("window", "1.5"), ("park_limit", "1G")])
+def test_text_that_is_no_value(field: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field}={text}: must be "):
+        DGEConfig.parse(field, text)
+
+
+def test_every_setting_describes_an_option() -> None:
+    for field in dataclasses.fields(DGEConfig):
+        assert field.metadata["help"]
+        choices = field.metadata["choices"]
+        assert choices is None or field.default in choices, field.name
+
+
+def test_the_library_states_the_ranges() -> None:
+    assert RANGES["window"] == (1, MAX_ROWS) and RANGES["recall_mass"] == (0.0, 1.0)
+    for field, (least, most) in RANGES.items():
+        if field not in ("window", "kernel_size", "recall", "budget_share") and field not in CHOICES:
+            for value in (least - 1, most + 1):
+                with pytest.raises(ValueError, match=f"^{field}="):
+                    DGEConfig(**{field: value})
+
+
+@pytest.mark.parametrize("key", ["Budget", "parks", "recalls", "elastic_", "", 5], ids=repr)
 def test_unknown_setting(key: Any) -> None:
     with pytest.raises(TypeError, match="unknown setting") as caught:
         DGEConfig.from_any({key: 1})
@@ -260,18 +353,19 @@ def test_park_limit_is_a_number_of_bytes(limit: Any) -> None:
 
 
 def test_park_folder(tmp_path: Path) -> None:
+    assert DGEConfig(park_dir="~/copies").park_dir == str(Path.home() / "copies")
     assert DGEConfig(park_dir=tmp_path).park_dir == str(tmp_path)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^park_dir=5: must be the path of a folder"):
         DGEConfig(park_dir=5)  # type: ignore[arg-type]
 
 
-def test_nothing_is_parked_for_turns_that_need_nothing() -> None:
+def test_there_is_a_host_copy_only_where_it_is_needed() -> None:
     assert DGEConfig(park="disk").parks == "disk"
     assert DGEConfig(park="disk", new_turn="append").parks == "off"
     assert DGEConfig(new_turn="reprefill").parks == "off"
 
 
-@pytest.mark.parametrize("field", ["elastic", "refresh_overlap", "strict"])
+@pytest.mark.parametrize("field", ["elastic", "recall_async", "strict"])
 @pytest.mark.parametrize("value", [1, 0, None, "yes"], ids=repr)
 def test_switches_are_true_or_false(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=rf"^{field}=.*must be True or False"):
@@ -279,24 +373,24 @@ def test_switches_are_true_or_false(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "often", None], ids=repr)
-def test_refresh_is_tokens_or_auto(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^refresh="):
-        DGEConfig(refresh=value)
+def test_recall_is_tokens_or_auto(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^recall="):
+        DGEConfig(recall=value)
 
 
 @pytest.mark.parametrize("value", [0, 1.01, -0.5, float("nan"), True, "0.9"], ids=repr)
-def test_refresh_mass_is_a_share(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"^refresh_mass="):
-        DGEConfig(refresh="auto", refresh_mass=value)
+def test_recall_mass_is_a_share(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^recall_mass="):
+        DGEConfig(recall="auto", recall_mass=value)
 
 
 @pytest.mark.parametrize("park", ["disk", "off"])
-def test_refresh_reads_parked_rows(park: str) -> None:
+def test_recall_reads_the_host_copy(park: str) -> None:
     with pytest.raises(ValueError, match=r'needs park="ram"'):
-        DGEConfig(refresh=4, park=park)
-    assert DGEConfig(refresh=4, new_turn="append").parks == "ram"
+        DGEConfig(recall=4, park=park)
+    assert DGEConfig(recall=4, new_turn="append").parks == "ram"
 
 
-def test_refresh_has_scores_of_its_own() -> None:
-    with pytest.raises(ValueError, match=r'^scores="both": with refresh=4'):
-        DGEConfig(refresh=4, scores="both")
+def test_recall_has_scores_of_its_own() -> None:
+    with pytest.raises(ValueError, match=r'^scores="both": must be "auto" or "draft" with recall=4'):
+        DGEConfig(recall=4, scores="both")

@@ -56,7 +56,7 @@ class EvictingLlama(llama_cpp.Llama):
             print(f"llama_dge: {line}", file=sys.stderr)  # noqa: T201  # as the stock class does
 
     def _dge_warn_budget(self, config: DGEConfig) -> None:
-        never = isinstance(config.budget, int) and config.budget >= self.n_ctx() and not config.refresh
+        never = isinstance(config.budget, int) and config.budget >= self.n_ctx() and not config.recall
         if self._dge_on and never and isinstance(config.head_budgets, str):
             n_ctx = self.n_ctx()
             self._dge_warn("budget", f"budget={config.budget} is not less than n_ctx={n_ctx}: nothing will be cut")
@@ -64,7 +64,7 @@ class EvictingLlama(llama_cpp.Llama):
     def _dge_switch_off(self) -> None:
         if not self._dge_on:
             return
-        if self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut":
+        if self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "evicted":
             self._dge_clear()
         _native.disable(self.ctx)
         self._dge_on = False
@@ -123,7 +123,7 @@ class EvictingLlama(llama_cpp.Llama):
         if self._dge_text_end < match == self.n_tokens == len(tokens):
             return  # a chat handler put images into the cache and hands over the whole prompt
 
-        if state == "cut":
+        if state == "evicted":
             config = self._dge_config_in_force
             if config.new_turn == "append":
                 # the stock class reuses the prefix where the library can remove what follows it, and starts over
@@ -162,7 +162,7 @@ class EvictingLlama(llama_cpp.Llama):
 
     def _dge_arm(self) -> int | None:
         """State that the prompt is complete. Returns the number of tokens at which a cut will have been made."""
-        if _native.seq_stats(self.ctx, SEQ).state == "cut":
+        if _native.seq_stats(self.ctx, SEQ).state == "evicted":
             return None
         if self._dge_text_end < self.n_tokens:
             self._dge_arm_error = "the prompt has images or audio"
@@ -180,7 +180,7 @@ class EvictingLlama(llama_cpp.Llama):
     def _dge_report(self) -> None:
         stats = _native.seq_stats(self.ctx, SEQ)
         if stats.error is not None:
-            self._dge_warn("cut", f"the cut failed and the answer goes on with the full cache: {stats.error}")
+            self._dge_warn("evicted", f"the cut failed and the answer goes on with the full cache: {stats.error}")
         logger.debug("%s", stats)
 
     @property

@@ -4,6 +4,9 @@ llama-cpp-python reads the folder of its shared libraries from the environment, 
 this module sets those variables, imports llama_cpp, and puts the environment back as it was: a child process, which
 may run another llama-cpp-python, must not inherit our folder. A child that needs our libraries imports llama_dge.
 
+Beside the library lies a description of its C interface, which the build makes of ``llama-dge.h``
+(``scripts/header_api.py``); `_bindings` builds its declarations from it.
+
 Environment
 -----------
 LLAMA_DGE_LIB_PATH
@@ -16,19 +19,21 @@ import contextlib
 import ctypes
 import importlib
 import importlib.metadata
+import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 #: The one version of llama-cpp-python whose ctypes bindings fit our libraries; the same one is in pyproject.toml.
 LLAMA_CPP_PYTHON_VERSION = "0.3.36"
 
-#: LLAMA_DGE_ABI_VERSION of the header that ``_native`` was written against.
-ABI_VERSION = 6
+#: The description of the C interface, in the folder of the library.
+API_FILE = "llama-dge-api.json"
 
 LIB_PATH_VARIABLE = "LLAMA_DGE_LIB_PATH"
 
@@ -96,6 +101,28 @@ def _import_llama_cpp(folder: Path) -> None:
             raise ImportError(f"llama_cpp cannot use the libraries in {folder}: {error}") from error
 
 
+def _read_api(library: ctypes.CDLL) -> dict[str, Any]:
+    path = Path(library._name).with_name(API_FILE)
+    try:
+        api: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = api["constants"]["LLAMA_DGE_ABI_VERSION"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ImportError(
+            f"the description of {library._name} cannot be read ({path}: {type(error).__name__}: {error}). "
+            f"Install llama-dge again, or correct {LIB_PATH_VARIABLE}."
+        ) from error
+    abi_version = library.llama_dge_abi_version
+    abi_version.argtypes = []
+    abi_version.restype = ctypes.c_int32
+    found = int(abi_version())
+    if found != version:
+        raise ImportError(
+            f"{library._name} has ABI version {found} of Draft-Guided Eviction and {path} describes {version}: "
+            f"the two come from different versions of llama-dge. Install it again, or correct {LIB_PATH_VARIABLE}."
+        )
+    return api
+
+
 def _load() -> ctypes.CDLL:
     imported_before = "llama_cpp" in sys.modules
     if not imported_before:
@@ -107,7 +134,7 @@ def _load() -> ctypes.CDLL:
     library: ctypes.CDLL = importlib.import_module("llama_cpp.llama_cpp")._lib
 
     try:
-        abi_version = library.llama_dge_abi_version
+        library.llama_dge_abi_version  # noqa: B018
     except AttributeError:
         if imported_before:
             raise ImportError(
@@ -119,17 +146,15 @@ def _load() -> ctypes.CDLL:
             f"Install llama-dge again, or correct {LIB_PATH_VARIABLE}."
         ) from None
 
-    abi_version.argtypes = []
-    abi_version.restype = ctypes.c_int32
-    found = int(abi_version())
-    if found != ABI_VERSION:
-        raise ImportError(
-            f"{library._name} has ABI version {found} of Draft-Guided Eviction and this llama_dge needs {ABI_VERSION}: "
-            f"the two come from different versions of llama-dge. Install it again, or correct {LIB_PATH_VARIABLE}."
-        )
     logger.debug("using %s", library._name)
     return library
 
 
 #: The shared library that llama_cpp uses, with the llama_dge_* functions in it.
 LIBRARY: ctypes.CDLL = _load()
+
+#: What ``llama-dge.h`` declares, as ``scripts/header_api.py`` writes it.
+API: dict[str, Any] = _read_api(LIBRARY)
+
+#: LLAMA_DGE_ABI_VERSION of the library.
+ABI_VERSION: int = API["constants"]["LLAMA_DGE_ABI_VERSION"]

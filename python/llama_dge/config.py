@@ -3,257 +3,360 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import numbers
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Callable, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-POLICIES = ("snapkv", "pyramidkv", "h2o", "streamingllm")
-SCORES = ("draft", "policy", "both")
-DRAFT_POOLINGS = ("none", "max", "avg")
-POOLINGS = ("max", "avg")
-LAYER_BUDGETS = ("exact", "reference")
-HEAD_BUDGETS = ("uniform", "adaptive")
-NEW_TURNS = ("restore", "append", "reprefill")
-PARKS = ("ram", "disk", "off")
+from . import _params
+from ._params import PolicyInfo
 
-# far above any context, far below what could overflow an int32 sum in the library
-MAX_ROWS = 2**24
+#: The library's policies by name.
+POLICIES: Mapping[str, PolicyInfo] = _params.policies()
+#: The least and the greatest value of each number among the settings, as the library states them.
+RANGES: Mapping[str, tuple[int | float, int | float]] = _params.ranges()
+
+SCORES = tuple(_params.ENUMS["scores"])
+POOLINGS = tuple(_params.ENUMS["pooling"])
+LAYER_BUDGETS = tuple(_params.ENUMS["layer_budgets"])
+HEAD_BUDGETS = tuple(name for name in _params.ENUMS["head_budgets"] if name != "table")
+PARKS = tuple(_params.ENUMS["park"])
+NEW_TURNS = ("restore", "append", "reprefill")
+
+#: Settings by name that differ from the defaults only in what is listed.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "paper": {"draft_tokens": 2, "pooling": "none", "scores": "draft", "recall": 0},
+    "recall": {"recall": 4},
+}
+
+_RENAMED = {
+    "draft_pooling": "pooling",
+    "refresh": "recall",
+    "refresh_mass": "recall_mass",
+    "refresh_overlap": "recall_async",
+}
+_DEFAULTS = _params.defaults()
+_INT32 = range(-(2**31), 2**31)
+
+_C = TypeVar("_C")
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """A choice of rows of your own, for `DGEConfig.policy`.
+    """A selection of your own, for `DGEConfig.policy`.
 
     Examples
     --------
-    >>> class LastRows:
+    >>> class LastEntries:
     ...     def select(self, scores, n_rows, layer):
     ...         n_head_kv, n_past = scores.shape
     ...         return [np.arange(n_past - n_rows, n_past)] * n_head_kv
-    >>> DGEConfig(policy=LastRows(), budget=64).budget
+    >>> DGEConfig(policy=LastEntries(), budget=64).budget
     64
     """
 
     def select(self, scores: npt.NDArray[np.float32], n_rows: int, layer: int) -> Sequence[npt.ArrayLike]:
-        """Choose the rows of one layer. Called on the host, once per layer, in the middle of a decode.
+        """Select the entries of one layer. Called on the host, once per layer, in the middle of a decode.
 
         Parameters
         ----------
         scores : ndarray of float32, shape [n_head_kv, n_past]
-            Scores of the rows in front of the window, as `scores`, `pooling` and `draft_pooling` make them; higher
-            means keep. A copy.
+            Scores of the entries before the observation window, as `scores` and `pooling` make them; higher means
+            keep. A copy.
         n_rows
-            Rows per head that the budget allows.
+            Entries per head that the budget allows.
         layer
             Layer of the model.
 
         Returns
         -------
         sequence of n_head_kv int arrays
-            Rows to keep per head, in 0 .. n_past - 1, without duplicates; heads may differ in their number.
-            An exception, or rows out of range, leaves the cache uncut; `dge_stats.error` tells.
+            Entries to keep per head, in 0 .. n_past - 1, without duplicates; heads may differ in their number.
+            An exception, or an entry out of range, leaves the full cache; `dge_stats.error` says so.
         """
         ...
 
 
+def _option(help: str, *, choices: Sequence[str] | None = None, metavar: str | None = None) -> dict[str, Any]:
+    """Return a field's metadata, from which the command line makes an option."""
+    return {"help": help, "choices": choices, "metavar": metavar}
+
+
+def _naming_old_settings(cls: type[_C]) -> type[_C]:
+    """Let the constructor name the setting that took the place of an old one."""
+    init: Callable[..., None] = cls.__init__
+
+    @functools.wraps(init)
+    def checked(self: _C, *args: Any, **kwargs: Any) -> None:
+        for old in _RENAMED.keys() & kwargs.keys():
+            raise TypeError(f"{old} is called {_RENAMED[old]}")
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    return cls
+
+
 def _is_int(value: object) -> bool:
-    # bool is an int in Python, but True rows are a mistake
+    # bool is an int in Python, but True entries are a mistake
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def _shown(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+@_naming_old_settings
 @dataclass(frozen=True)
 class DGEConfig:
     """Settings of Draft-Guided Eviction (DGE).
 
-    The prompt is evaluated as always and the first `draft_tokens` tokens of the answer are decoded on the full cache.
-    Then the cache is cut once, in place: every layer and KV head keeps `budget` rows of the prompt, and decoding goes
-    on over those. The method is due to Kang and Yoo, "When to Evict, Not What to Keep: Draft-Guided Eviction for
-    Training-Free KV-Cache Compression", https://arxiv.org/abs/2609.33334. Defaults are not the paper's settings but
-    those that our own figures speak for (docs/results.md).
+    The prompt is evaluated as always and the first `draft_tokens` answer tokens are decoded on the full cache. Then the
+    cache is evicted once, in place: each layer and KV head keeps `budget` entries of the prompt, and decoding goes on
+    over those. The method is due to Kang and Yoo, "When to Evict, Not What to Keep: Draft-Guided Eviction for
+    Training-Free KV-Cache Compression", https://arxiv.org/abs/2609.33334. The defaults are those that our results speak
+    for (docs/results.md); ``DGEConfig.preset("paper")`` has the paper's.
 
     Parameters
     ----------
     policy
-        "snapkv": the rows with the highest scores stay (arXiv 2404.14469). "pyramidkv": the same with more rows in the
-        first layers than in the last (2406.02069). "h2o": with ``scores="policy"`` or "both", the rows with the most
-        attention from the whole prompt, which is summed while the prompt is evaluated and slows that down (2306.14048);
-        with "draft" or `refresh` it keeps what "snapkv" keeps. "streamingllm": the first
-        `sinks` and the last rows stay, whatever their scores (2309.17453). Or an object with a method ``select``, see
-        `Policy`.
+        "snapkv": keeps the entries with the highest scores (arXiv 2404.14469). "pyramidkv": the same, with more entries
+        in the first layers than in the last (2406.02069). "h2o": keeps the entries with the most attention from the
+        whole prompt, which is summed during prefill and slows it down (2306.14048). "streamingllm": keeps the first
+        `sinks` entries and the last ones (2309.17453). Or an object with a method ``select``, see `Policy`.
     scores
-        What ranks the rows. "draft" (DGE): the attention that the first `draft_tokens` tokens of the answer pay to
-        them. "policy" (DGE-W in the paper): the policy's own score, of the last `window` tokens of the prompt; with
-        "h2o" that of all of them.
-        "both": the sum of the two, each pooled and normalised.
-    draft_pooling
-        Smoothing of the draft's scores over neighbouring rows: "none" (the paper), "max" (the default: it found nearly
-        twice as many facts, see docs/results.md) or "avg". With
-        ``scores="both"`` or `refresh`, "none" means the same as `pooling`.
-    budget
-        Rows per layer and KV head that are left of the prompt, the window included. An int counts rows; a float in
-        (0, 1] is a share of the prompt. A prompt that is not longer is not cut; with `refresh`, prompt and answer
-        together have to be longer. Without `refresh` the draft's rows are not counted.
-    draft_tokens
-        Tokens of the answer before the cut (k; 2 in the paper, which found about half of the facts that 8 finds). 1
-        cuts at the end of the prefill; with ``scores="policy"`` that is the bare policy.
-    window
-        Rows at the end of the prompt that always stay; also SnapKV's observation window.
-    kernel_size
-        Rows that pooling spans; odd.
+        What ranks the entries. "auto": the draft for "snapkv" and "pyramidkv", the policy's own score otherwise.
+        "draft" (DGE): the attention that the first `draft_tokens` answer tokens pay to them. "policy": the policy's
+        own score (DGE-W in the paper): the attention of the last `window` prompt tokens, with "h2o" of all of them.
+        "both": the sum of the two, each pooled and normalised. With `recall` the last tokens rank the entries and
+        only "auto" or "draft" is accepted.
     pooling
-        Pooling of the policy's own score: "max" or "avg".
+        Smoothing over neighbouring entries of scores that come from few queries, so never of H2O's sums: "none" (the
+        paper), "max" or "avg".
+    kernel_size
+        Entries that pooling spans; odd.
+    budget
+        Prompt entries kept per layer and KV head, the observation window included. An int counts entries; a float in
+        (0, 1] is a share of the prompt. A prompt that is not longer than the budget keeps its full cache. Without
+        `recall`, draft tokens are kept besides.
+    draft_tokens
+        Answer tokens decoded on the full cache before the eviction (k in the paper). 1 evicts at the end of prefill;
+        with ``scores="policy"`` that is the bare policy.
+    window
+        Observation window: last prompt tokens, always kept.
     sinks
-        First rows of the prompt that always stay under "streamingllm".
+        Attention sinks of "streamingllm": first prompt tokens, always kept.
     layer_budgets
-        Of "pyramidkv". "exact": the mean over the layers is the budget. "reference": the published integers, which
-        leave more rows than the budget, for comparison.
+        How "pyramidkv" finds the budgets of its layers. "exact": their mean is the budget. "reference": as published,
+        which keeps more entries than the budget.
     head_budgets
-        "uniform": all heads of a layer keep the same number of rows. "adaptive": they share the layer's rows by where
-        its best scores are (Ada-KV, 2407.11550). Or ints, shape [n_layer, n_head_kv]: the rows of each layer that is
-        cut and KV head, window included, instead of `budget`. Attention skips what a head does not keep, but cells are
-        allotted for the head with the most.
+        "uniform": all heads of a layer keep the same number of entries. "adaptive": they share the layer's entries by
+        the scores (Ada-KV, 2407.11550). Or ints, shape [n_layer, n_head_kv]: the entries of each layer and KV head,
+        window included, instead of `budget`. Attention skips what a head does not keep, but the cache has cells for the
+        head with the most.
     new_turn
-        What a later prompt that builds on a cut one does. "restore": the parked rows are put back, what came after them
-        is evaluated again, and all goes on as if nothing had been cut; then it is cut anew. Where nothing is parked
-        that fits, it is evaluated from its start. "append": its new part is evaluated on the rows that are left: fast,
-        but what was evicted stays lost, and there is no second cut. "reprefill": it is evaluated from its start, as
-        "restore" does with ``park="off"``.
+        What a later prompt does that begins like an evicted one. "restore": the host copy is put back, what came after
+        it is evaluated again, and the longer prompt is evicted anew; without a host copy it is evaluated from its
+        start. "append": its new part is evaluated on the kept entries: fast, but evicted entries stay lost, and there
+        is no second eviction. "reprefill": it is evaluated from its start.
     park
-        Where the rows of before the cut wait for ``new_turn="restore"``: "ram", host memory; "disk", a file that is
-        removed when it is of no use any more; "off", nowhere. On a computer whose cache is in host memory anyway, "ram"
-        keeps what the cut frees.
+        Where a copy of the full cache is kept for ``new_turn="restore"`` and `recall`: "ram", host memory; "disk", a
+        temporary file, deleted with the copy; "off", nowhere. Where the cache itself is in host memory, "ram" takes as
+        much memory as the eviction frees.
     park_dir
-        Folder of the files, by default the system's for temporary files.
+        Folder for ``park="disk"``, by default the system's for temporary files. ``~`` is expanded.
     park_limit
-        Bytes that may be parked; a prompt that needs more is not cut. None: no limit.
-    refresh
-        0: one cut for good, DGE as published. n: after the cut, the rows are chosen again every n tokens from all rows,
-        which are parked, by the attention of the last `window` tokens, pooled (`scores` does not count). Rows of the
-        answer compete as those of the prompt do, so `budget` rows are attended however long the answer is. "auto":
-        after every token it looks how much of the last token's attention the rows at hold, and chooses only when that
-        is less than `refresh_mass` of what they held when they were chosen, and after 8 tokens in any case. Needs
-        ``park="ram"``.
-    refresh_mass
-        Share in (0, 1] for ``refresh="auto"``.
-    refresh_overlap
-        True: a thread chooses while decoding goes on with the rows of the choice before, so each choice takes effect
-        one choice later. Not with a policy of your own.
+        Bytes that all host copies may take; an eviction that would exceed it is refused. None: no limit.
+    recall
+        0: one eviction, DGE as published. n: entries are selected again from the host copy every n tokens, by the
+        attention of the last `window` tokens, pooled. All entries compete, those of the answer as well, so that
+        `budget` entries are attended however long the answer is. "auto": after each token the kept set's attention
+        mass is estimated, and entries are selected again when it falls below `recall_mass`, after 8 tokens at the
+        latest. Needs ``park="ram"``.
+    recall_mass
+        ``recall="auto"`` selects again when the kept set's attention mass falls below this fraction of its value at the
+        last selection.
+    recall_async
+        True: a thread selects while decoding goes on with the kept set of the selection before, so each selection takes
+        effect one later. Not with a policy of your own.
     elastic
-        True: the buffers of the cache begin small, grow with use up to n_ctx, and shrink after a cut. False: they are
-        allocated for n_ctx once and for all, as llama.cpp does.
+        True: the buffers of the cache begin small, grow with use up to n_ctx, and shrink after an eviction. False: they
+        are allocated for n_ctx, as llama.cpp does.
     strict
-        True: raise ValueError for a model that cannot be cut. False: warn once and run it without eviction.
+        True: a model that is not supported raises ValueError. False: it runs without eviction, with one warning.
 
     Raises
     ------
     ValueError
-        A value is out of range; the message names the field, the value and what is allowed.
+        A value is out of range, or two do not go together; the message names the field, the value and what is allowed.
+    TypeError
+        An unknown setting, or one that was renamed.
 
     Examples
     --------
     >>> DGEConfig(budget=512, draft_tokens=4).budget
     512
+    >>> DGEConfig.preset("paper", budget=512).draft_tokens
+    2
     """
 
-    policy: str | Policy = "snapkv"
-    scores: str = "draft"
-    draft_pooling: str = "max"
-    budget: int | float = 1024
-    draft_tokens: int = 8
-    window: int = 8
-    kernel_size: int = 7
-    pooling: str = "max"
-    sinks: int = 4
-    layer_budgets: str = "exact"
-    head_budgets: str | Sequence[Sequence[int]] = "uniform"
-    new_turn: str = "restore"
-    park: str = "ram"
-    park_dir: str | None = None
-    park_limit: int | None = None
-    refresh: int | str = 0
-    refresh_mass: float = 0.9
-    refresh_overlap: bool = False
-    elastic: bool = True
-    strict: bool = True
+    policy: str | Policy = field(
+        default=_DEFAULTS["policy"], metadata=_option("how entries are selected", choices=tuple(POLICIES))
+    )
+    scores: str = field(default=_DEFAULTS["scores"], metadata=_option("what ranks the entries", choices=SCORES))
+    pooling: str = field(
+        default=_DEFAULTS["pooling"], metadata=_option("smoothing of scores over neighbours", choices=POOLINGS)
+    )
+    kernel_size: int = field(
+        default=_DEFAULTS["kernel_size"], metadata=_option("entries that pooling spans, odd", metavar="N")
+    )
+    budget: int | float = field(
+        default=_DEFAULTS["budget"],
+        metadata=_option("entries kept per layer and KV head; with a point, a share of the prompt", metavar="N"),
+    )
+    draft_tokens: int = field(
+        default=_DEFAULTS["draft_tokens"], metadata=_option("answer tokens before the eviction", metavar="N")
+    )
+    window: int = field(default=_DEFAULTS["window"], metadata=_option("last prompt tokens, always kept", metavar="N"))
+    sinks: int = field(
+        default=_DEFAULTS["sinks"], metadata=_option("first prompt tokens that streamingllm keeps", metavar="N")
+    )
+    layer_budgets: str = field(
+        default=_DEFAULTS["layer_budgets"], metadata=_option("rounding of pyramidkv's budgets", choices=LAYER_BUDGETS)
+    )
+    head_budgets: str | Sequence[Sequence[int]] = field(
+        default=_DEFAULTS["head_budgets"],
+        metadata=_option("how the heads of a layer share its entries", choices=HEAD_BUDGETS),
+    )
+    new_turn: str = field(
+        default="restore", metadata=_option("what a prompt does that begins like an evicted one", choices=NEW_TURNS)
+    )
+    park: str = field(default=_DEFAULTS["park"], metadata=_option("where the full cache is copied to", choices=PARKS))
+    park_dir: str | None = field(default=None, metadata=_option("folder for the copy on disk", metavar="DIR"))
+    park_limit: int | None = field(default=None, metadata=_option("bytes that all copies may take", metavar="N"))
+    recall: int | str = field(
+        default=_DEFAULTS["recall"],
+        metadata=_option('tokens after which entries are selected again, or "auto"; 0: never', metavar="N"),
+    )
+    recall_mass: float = field(
+        default=_DEFAULTS["recall_mass"],
+        metadata=_option("fraction of the attention mass below which auto selects again", metavar="X"),
+    )
+    recall_async: bool = field(
+        default=_DEFAULTS["recall_async"], metadata=_option("select on a thread while decoding goes on")
+    )
+    elastic: bool = field(default=True, metadata=_option("a cache that grows with use and shrinks after an eviction"))
+    strict: bool = field(default=True, metadata=_option("refuse a model that is not supported"))
 
     def __post_init__(self) -> None:
-        # a class has the method, too, but it is an instance that can be called
-        if isinstance(self.policy, (str, type)) or not isinstance(self.policy, Policy):
-            self._check_choice("policy", POLICIES, other=", or an object with a method select(scores, n_rows, layer)")
-        self._check_choice("scores", SCORES)
-        self._check_choice("draft_pooling", DRAFT_POOLINGS)
-        self._check_choice("pooling", POOLINGS)
-        self._check_choice("layer_budgets", LAYER_BUDGETS)
-        self._check_choice("new_turn", NEW_TURNS)
+        self._check_policy()
+        for setting in dataclasses.fields(self):
+            choices = setting.metadata["choices"]
+            if choices and setting.name not in ("policy", "head_budgets"):
+                self._check_choice(setting.name, choices)
+            elif isinstance(setting.default, bool):
+                self._check_bool(setting.name)
+        for name in ("kernel_size", "draft_tokens", "window", "sinks"):
+            self._check_int(name)
+        self._check_recall()
         self._check_park()
-
-        self._check_rows("draft_tokens", 1)
-        self._check_rows("window", 1)
-        self._check_rows("kernel_size", 1)
-        if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size={self.kernel_size}: must be odd")
-        self._check_rows("sinks", 0)
-        for field in ("refresh_overlap", "elastic", "strict"):
-            if not isinstance(getattr(self, field), bool):
-                raise ValueError(f"{field}={getattr(self, field)!r}: must be True or False")
-        self._check_refresh()
         self._check_head_budgets()
         self._check_budget()
+        refusal = _params.refusal(self)
+        if refusal is not None:
+            raise ValueError(refusal)
 
     @property
     def parks(self) -> str:
-        """Where rows are parked: `park`, or "off" where no setting needs them."""
-        return self.park if self.new_turn == "restore" or self.refresh else "off"
+        """Where the host copy is kept: `park`, or "off" where no setting needs it."""
+        return self.park if self.new_turn == "restore" or self.recall else "off"
 
-    def _check_refresh(self) -> None:
-        value = self.refresh
-        if value != "auto" and not _is_int(value):
-            raise ValueError(f'refresh={value!r}: must be a number of tokens, 0 for never, or "auto"')
+    @property
+    def ranks_by(self) -> str:
+        """What ranks the entries, with "auto" resolved: "draft", "policy" or "both"."""
+        if self.scores != "auto":
+            return self.scores
+        return "draft" if self.recall or not isinstance(self.policy, str) else POLICIES[self.policy].auto_scores
+
+    @property
+    def least_budget(self) -> int:
+        """The least `budget` that the other settings allow."""
+        return _params.least_budget(self)
+
+    # types, and names of choices; the library checks ranges and what does not go together
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_policy(self) -> None:
+        # a class has the method as well, but only an instance can be called
+        value = self.policy
+        if not isinstance(value, str) and (isinstance(value, type) or not isinstance(value, Policy)):
+            self._check_choice("policy", tuple(POLICIES), ", or an object with a method select(scores, n_rows, layer)")
+
+    def _check_choice(self, name: str, allowed: Sequence[str], other: str = "") -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str) or value not in allowed:
+            choices = ", ".join(f'"{choice}"' for choice in allowed)
+            raise ValueError(f"{name}={_shown(value)}: must be {choices}{other}")
+
+    def _check_bool(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}: must be True or False")
+
+    def _check_int(self, name: str) -> None:
+        value = getattr(self, name)
+        if not _is_int(value):
+            raise ValueError(f"{name}={value!r}: must be an int")
+        if int(value) not in _INT32:  # the library would see another number
+            raise ValueError(f"{name}={value!r}: must be in {RANGES[name][0]} .. {RANGES[name][1]}")
+        self._set(name, int(value))  # NumPy's integers as well
+
+    def _check_budget(self) -> None:
+        value = self.budget
+        if not _is_real(value):
+            raise ValueError(f"budget={value!r}: must be an int (entries) or a float in (0, 1] (share of the prompt)")
         if _is_int(value):
-            self._check_rows("refresh", 0)
-        mass = self.refresh_mass
-        if isinstance(mass, bool) or not isinstance(mass, numbers.Real) or not 0.0 < float(mass) <= 1.0:
-            raise ValueError(f"refresh_mass={mass!r}: must be a share in (0, 1]")
-        object.__setattr__(self, "refresh_mass", float(mass))
-        if self.refresh_overlap and not isinstance(self.policy, str):
-            raise ValueError("refresh_overlap: a policy of your own cannot be called from the thread that chooses")
-        if not self.refresh:
-            return
-        if self.park != "ram":
-            raise ValueError(
-                f'refresh={value!r}: needs park="ram", not "{self.park}": the parked rows are read each time'
-            )
-        if self.scores != "draft":
-            raise ValueError(
-                f'scores="{self.scores}": with refresh={value!r} the attention of the last tokens ranks the rows'
-            )
+            self._check_int("budget")
+        elif not 0.0 < float(np.float32(value)) <= 1.0:
+            raise ValueError(f"budget={value!r}: a float is a share of the prompt and must be in (0, 1]")
+        else:
+            self._set("budget", float(value))
+
+    def _check_recall(self) -> None:
+        if self.recall != "auto" and (not _is_int(self.recall) or int(self.recall) < 0):
+            raise ValueError(f'recall={self.recall!r}: must be a number of tokens, 0 for never, or "auto"')
+        if self.recall != "auto":
+            self._check_int("recall")
+        if not _is_real(self.recall_mass):
+            raise ValueError(f"recall_mass={self.recall_mass!r}: must be a fraction in (0, 1]")
+        self._set("recall_mass", float(self.recall_mass))
 
     def _check_park(self) -> None:
-        self._check_choice("park", PARKS)
         if self.park_dir is not None:
             if not isinstance(self.park_dir, (str, os.PathLike)):
                 raise ValueError(f"park_dir={self.park_dir!r}: must be the path of a folder, or None")
-            object.__setattr__(self, "park_dir", os.fspath(self.park_dir))
+            self._set("park_dir", os.path.expanduser(os.fspath(self.park_dir)))
         limit = self.park_limit
         if limit is not None:
             if not _is_int(limit) or not 1 <= int(limit) < 2**62:
                 raise ValueError(f"park_limit={limit!r}: must be a number of bytes from 1 on, or None")
-            object.__setattr__(self, "park_limit", int(limit))
+            self._set("park_limit", int(limit))
 
     def _check_head_budgets(self) -> None:
         value = self.head_budgets
         if isinstance(value, str):
-            self._check_choice("head_budgets", HEAD_BUDGETS, other=", or ints of shape [n_layer, n_head_kv]")
-            if value == "adaptive" and (self.policy == "streamingllm" or not isinstance(self.policy, str)):
-                raise ValueError(
-                    'head_budgets="adaptive": needs a policy that ranks by scores: "snapkv", "pyramidkv" or "h2o"'
-                )
+            self._check_choice("head_budgets", HEAD_BUDGETS, ", or ints of shape [n_layer, n_head_kv]")
             return
         try:
             rows = [[int(n) for n in layer if _is_int(n)] for layer in value]
@@ -264,54 +367,34 @@ class DGEConfig:
             raise ValueError(
                 f'head_budgets={value!r}: must be "uniform", "adaptive", or ints of shape [n_layer, n_head_kv]'
             )
-        if not isinstance(self.policy, str):
-            raise ValueError("head_budgets: a policy of your own decides the rows of each head itself")
-        least = self.window + (self.sinks if self.policy == "streamingllm" else 0)
-        smallest, largest = min(map(min, rows)), max(map(max, rows))
-        if smallest < least or largest > MAX_ROWS:
+        for n in (n for heads in rows for n in heads if n not in _INT32):
             raise ValueError(
-                f"head_budgets: the rows of a head are {smallest} .. {largest}, and must be in {least} .. {MAX_ROWS}: "
-                "they include the window (and the sinks)"
+                f"head_budgets: {n} entries of a head must be in {RANGES['budget'][0]} .. {RANGES['budget'][1]}"
             )
         # tuples, so that equal settings are equal and the object stays hashable and can be pickled
-        object.__setattr__(self, "head_budgets", tuple(map(tuple, rows)))
+        self._set("head_budgets", tuple(map(tuple, rows)))
 
-    def _check_budget(self) -> None:
-        budget = self.budget
-        if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
-            raise ValueError(
-                f"budget={budget!r}: must be an int >= 1 (rows) or a float in (0, 1] (share of the prompt)"
-            )
-        if not isinstance(budget, numbers.Integral):
-            share = float(budget)
-            if math.isnan(share) or not 0.0 < share <= 1.0:
-                raise ValueError(
-                    f"budget={budget!r}: a float is a share of the prompt and must be in (0, 1]; rows are an int"
-                )
-            object.__setattr__(self, "budget", share)
-            return
-        self._check_rows("budget", 1)
-        if self.window > self.budget:
-            raise ValueError(
-                f"window={self.window}: must be at most budget={self.budget}, because the budget includes the window"
-            )
-        if self.policy == "streamingllm" and self.sinks + self.window > self.budget:
-            raise ValueError(
-                f"sinks={self.sinks}: sinks + window={self.window} must be at most budget={self.budget} "
-                'with policy="streamingllm"'
-            )
+    # other ways to make one
 
-    def _check_choice(self, field: str, allowed: Sequence[str], other: str = "") -> None:
-        value = getattr(self, field)
-        choices = " or ".join(f'"{choice}"' for choice in allowed)
-        if not isinstance(value, str) or value not in allowed:
-            raise ValueError(f"{field}={value!r}: must be {choices}{other}")
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> DGEConfig:
+        """Make the settings of a preset.
 
-    def _check_rows(self, field: str, least: int) -> None:
-        value = getattr(self, field)
-        if not _is_int(value) or not least <= int(value) <= MAX_ROWS:
-            raise ValueError(f"{field}={value!r}: must be an int in {least} .. {MAX_ROWS}")
-        object.__setattr__(self, field, int(value))  # NumPy's integers too
+        Parameters
+        ----------
+        name
+            "default"; "paper": k = 2, no pooling, one eviction; "recall": entries are selected again every 4 tokens.
+        **changes
+            Settings that differ from the preset.
+
+        Raises
+        ------
+        ValueError, TypeError
+            There is no such preset; else as the constructor.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"preset={_shown(name)}: must be {', '.join(map(_shown, PRESETS))}")
+        return cls(**{**PRESETS[name], **changes})
 
     @classmethod
     def from_any(cls, value: Any) -> DGEConfig | None:
@@ -320,7 +403,8 @@ class DGEConfig:
         Parameters
         ----------
         value
-            True for the defaults, a dict of fields, a DGEConfig, or None or False for no eviction.
+            True for the defaults, the name of a preset, a dict of settings, a DGEConfig, or None or False for no
+            eviction.
 
         Returns
         -------
@@ -330,9 +414,9 @@ class DGEConfig:
         Raises
         ------
         TypeError
-            Another type, or a dict with a key that is not a field.
+            Another type, or a dict with a key that is no setting.
         ValueError
-            As the constructor.
+            As the constructor, or there is no such preset.
         """
         if value is None or value is False:
             return None
@@ -340,10 +424,39 @@ class DGEConfig:
             return cls()
         if isinstance(value, cls):
             return value
+        if isinstance(value, str):
+            return cls.preset(value)
         if isinstance(value, Mapping):
-            fields = [field.name for field in dataclasses.fields(cls)]
-            unknown = [repr(key) for key in value if key not in fields]
+            fields = [setting.name for setting in dataclasses.fields(cls)]
+            unknown = [repr(key) for key in value if key not in fields and key not in _RENAMED]
             if unknown:
                 raise TypeError(f"dge: unknown setting {', '.join(unknown)}; allowed are {', '.join(fields)}")
             return cls(**value)
-        raise TypeError(f"dge={value!r}: must be True, False, None, a dict or a DGEConfig")
+        raise TypeError(f"dge={value!r}: must be True, False, None, the name of a preset, a dict or a DGEConfig")
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Any:
+        """Read a setting from text, as a command line writes it; what the constructor checks is left to it.
+
+        Raises
+        ------
+        ValueError
+            The text is no value of the field's type.
+        """
+        default = {known.name: known.default for known in dataclasses.fields(cls)}[name]
+        kinds: tuple[type, ...] = (str,)
+        if name == "budget":
+            kinds = (int, float)
+        elif name == "recall":
+            kinds = (int, str)
+        elif name == "park_limit":
+            kinds = (int,)
+        elif isinstance(default, (bool, int, float)):
+            kinds = (type(default),)
+        for kind in kinds:
+            try:
+                return {"true": True, "false": False}[text] if kind is bool else kind(text)
+            except (ValueError, KeyError):
+                continue
+        names = " or ".join({bool: "true or false", int: "an int", float: "a number"}[kind] for kind in kinds)
+        raise ValueError(f"{name}={text}: must be {names}")

@@ -156,7 +156,7 @@ class Llama(EvictingLlama):
             stats = _native.seq_stats(self.ctx, SEQ)
             if stats.error is None and self._dge_arm_error is not None:
                 stats = dataclasses.replace(stats, error=self._dge_arm_error)
-            if stats.state == "cut":
+            if stats.state == "evicted":
                 rows = tuple(
                     tuple(_native.n_kept(self.ctx, SEQ, i, head) for head in range(_native.n_head_kv(self.ctx, i)))
                     for i in self.dge_layers
@@ -203,7 +203,7 @@ class Llama(EvictingLlama):
         if head not in range(n_head):
             raise ValueError(f"head={head!r}: layer {layer} has the KV heads 0 .. {n_head - 1}")
         with self._dge_turns.glance():
-            if self._dge_on and (state := _native.seq_stats(self.ctx, SEQ).state) != "cut":
+            if self._dge_on and (state := _native.seq_stats(self.ctx, SEQ).state) != "evicted":
                 raise _native.DGEError(f'dge_kept: nothing was cut (dge_stats.state: "{state}")', _native.ERR_SEQ)
             return _native.kept(self.ctx, SEQ, layer, head)
 
@@ -230,7 +230,7 @@ class Llama(EvictingLlama):
             raise RuntimeError("evict: a prompt with images or audio cannot be cut")
         with self._dge_turns.look():
             try:
-                cut = _native.seq_cut(self.ctx, SEQ)
+                cut = _native.seq_evict(self.ctx, SEQ)
             except _native.DGEError as error:
                 if error.status == _native.ERR_LOST:
                     self._dge_clear()
@@ -346,7 +346,7 @@ class Llama(EvictingLlama):
             state = super().save_state()
         if self._dge_on:
             state.dge = {  # type: ignore[attr-defined]
-                "cut": self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut",
+                "evicted": self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut",
                 "text_end": self._dge_text_end,
                 "last_token": self._dge_last_token,
                 "model": _native.fingerprint(self.ctx),

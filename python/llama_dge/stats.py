@@ -3,62 +3,66 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+_RENAMED = {"n_cuts": "n_evictions", "n_refresh": "n_recalls", "seconds_refresh": "seconds_recall"}
 
 
 @dataclass(frozen=True)
 class DGEStats:
-    """What the cut of the current prompt did, and what the cache holds now.
+    """What the eviction of the current prompt did, and what the cache holds now.
 
-    Fields about the cut are 0 (`boundary`: -1) until there was one. A row is the K and V of one position in one layer
-    and KV head.
+    Fields about the eviction are 0 (`boundary`: -1) until there was one. An entry ("row" in names) is the K and V of
+    one position in one layer and KV head.
 
     Parameters
     ----------
     state
-        "full": nothing was evicted, because the prompt is not longer than the budget or for what `error` says. "armed":
-        a cut will follow, if the answer gets so long. "cut": it was done.
+        "empty": there is no prompt. "full": nothing was evicted, because the prompt is not longer than the budget or
+        for the reason in `error`. "armed": an eviction will follow, if the answer gets so long. "evicted": it was done.
+        "lost": a device failed while entries moved, and the cache was emptied.
     n_prompt
-        Tokens of the prompt that the cut applies to.
+        Tokens of the prompt that the eviction applies to.
     n_draft
-        Rows after the prompt when it was cut.
+        Entries after the prompt when it was evicted.
     budget
-        Rows of the prompt that may stay on average over layers and heads, with a share of the prompt resolved.
+        Prompt entries that may be kept on average over layers and heads; a share of the prompt is resolved.
     rows_before, rows_after
-        Rows per layer and KV head just before and just after the cut. `rows_after` is that of the head with the most,
-        where heads differ: so many cells are in use. With `refresh`, those of the latest choice; `n_draft`, too.
+        Entries per layer and KV head just before and just after the eviction. `rows_after` is that of the head with the
+        most, where heads differ: so many cells are in use. With `recall`, those of the latest selection, and `n_draft`
+        as well.
     rows
         Cells in use now.
     n_kv
         Cells that attention reads now, padding included.
     n_layer
-        Layers that were cut.
+        Layers that were evicted.
     boundary
-        Last position of the prompt. What lies above it can be removed again one by one.
+        Last position of the prompt. Entries above it can be removed one by one.
     bytes_before, bytes_after
-        Bytes of K and V in the cells of this sequence, in the layers that were cut, just before and just after the cut.
+        Bytes of K and V in the cells of this sequence, in the evicted layers, just before and just after the eviction.
     bytes_kept
-        Bytes of the rows that are attended; less than `bytes_after` where layers or heads differ in their number.
+        Bytes of the entries that are attended; less than `bytes_after` where layers or heads differ in their number.
     seconds_score, seconds_select, seconds_compact
-        Time of the cut: scores on the device, choice of the rows on the host, moving them.
-    n_cuts
-        Cuts since the model was loaded.
+        Time of the eviction: scores on the device, selection on the host, moving the entries.
+    n_evictions
+        Evictions since the model was loaded.
     rows_parked, bytes_parked
-        Rows of before the cut that wait for a later prompt; bytes of all that are parked, with `refresh` rows of the
-        answer, too.
+        Prompt entries in the host copy, and its bytes; with `recall` it holds entries of the answer as well.
     rows_restored
-        Rows that the last prompt got back from there; 0 where it did not build on a cut one.
+        Entries that the last prompt got back from the host copy; 0 where it did not build on an evicted one.
     seconds_park, seconds_restore
-        Time that parking took, which is part of `seconds_compact`, and the last restore.
-    n_refresh, n_checks
-        Choices after the cut, and with ``refresh="auto"`` how often it was looked whether one pays.
+        Time of the host copy, which is part of `seconds_compact`, and of the last restore.
+    n_recalls, n_checks
+        Selections after the eviction, and with ``recall="auto"`` how often the attention mass was estimated.
     rows_moved
-        Rows of one layer and head that these choices brought back into the cache.
-    seconds_refresh
-        Time of all of them.
+        Entries of one layer and head that these selections moved into the cache.
+    seconds_recall
+        Time of all of them, checks included.
     error
-        Why the last attempt to cut failed, or None.
+        Why the last attempt to evict failed, or None.
     rows_by_head
-        Rows of each layer that was cut and each of its KV heads just after the cut, the draft's included.
+        Entries of each evicted layer and each of its KV heads just after the eviction, the draft's included.
     """
 
     state: str
@@ -77,23 +81,27 @@ class DGEStats:
     seconds_score: float
     seconds_select: float
     seconds_compact: float
-    n_cuts: int
+    n_evictions: int
     rows_parked: int = 0
     rows_restored: int = 0
     bytes_parked: int = 0
     seconds_park: float = 0.0
     seconds_restore: float = 0.0
-    n_refresh: int = 0
+    n_recalls: int = 0
     n_checks: int = 0
     rows_moved: int = 0
-    seconds_refresh: float = 0.0
+    seconds_recall: float = 0.0
     error: str | None = None
     rows_by_head: tuple[tuple[int, ...], ...] = ()
 
     @property
     def seconds(self) -> float:
-        """Seconds that the whole cut took."""
+        """Seconds that the whole eviction took."""
         return self.seconds_score + self.seconds_select + self.seconds_compact
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f"; it is called {_RENAMED[name]}" if name in _RENAMED else ""
+        raise AttributeError(f"DGEStats has no attribute {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class DGEMemory:
     weights
         The model's tensors, each once. Where the file is mapped, the CPU backend may keep some of them a second time.
     kv, kv_max
-        Buffers of the cache that can be cut, as they are and at their full size.
+        Buffers of the cache that can be evicted, as they are and at their full size.
     other
         Sliding-window caches and recurrent states.
     compute
@@ -113,9 +121,9 @@ class DGEMemory:
     dge
         Captured queries, sums and biases.
     parked
-        Rows that wait for a later prompt, in host memory or in files.
+        Host copies, in memory or in files.
     n_cells, n_cells_max
-        Cells of the cache, as many as it holds rows, likewise.
+        Cells of the cache, likewise.
     """
 
     weights: int
@@ -127,3 +135,42 @@ class DGEMemory:
     parked: int
     n_cells: int
     n_cells_max: int
+
+
+@dataclass(frozen=True)
+class DGEEstimate:
+    """What a prompt will need, in entries, cells and bytes, over all devices.
+
+    Parameters
+    ----------
+    n_rows, n_rows_after
+        Entries per layer and KV head just before the eviction, draft included, and just after, in the layer and head
+        with the most.
+    at_most
+        Whether `n_rows_after`, and what follows from it, is an upper bound: heads share entries by scores.
+    n_cells, n_cells_after
+        Cells of the cache just before and just after the eviction.
+    kv, kv_after, kv_max
+        Bytes of the cache, likewise, and at its full size.
+    compute
+        Bytes that the graphs need beside the model's own, while the prompt is evaluated.
+    dge
+        Captured queries, sums and biases.
+    parked
+        Host copy.
+    reason
+        Why nothing will be evicted, or None.
+    """
+
+    n_rows: int
+    n_rows_after: int
+    at_most: bool
+    n_cells: int
+    n_cells_after: int
+    kv: int
+    kv_after: int
+    kv_max: int
+    compute: int
+    dge: int
+    parked: int
+    reason: str | None
