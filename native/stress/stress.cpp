@@ -176,14 +176,14 @@ int main(int argc, char ** argv) {
         for (int j = 0; j < 4; ++j) {
             auto params = llama_dge_default_params();
 
-            params.budget          = budget;
-            params.draft_tokens    = 2;
-            params.park            = j == 3 ? LLAMA_DGE_PARK_DISK : LLAMA_DGE_PARK_RAM;
-            params.park_dir        = argv[2];
-            params.recall          = j == 3 ? 0 : j == 2 ? LLAMA_DGE_RECALL_AUTO : 3;
-            params.recall_async    = j == 1 || (j == 2 && i % 2);
-            params.head_budgets    = i % 3 == 0 ? LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE : LLAMA_DGE_HEAD_BUDGETS_UNIFORM;
-            params.scores          = j == 3 ? LLAMA_DGE_SCORES_BOTH : LLAMA_DGE_SCORES_DRAFT;
+            params.budget       = budget;
+            params.draft_tokens = 2;
+            params.park         = j == 3 ? LLAMA_DGE_PARK_DISK : LLAMA_DGE_PARK_RAM;
+            params.park_dir     = argv[2];
+            params.recall       = j == 3 ? 0 : j == 2 ? LLAMA_DGE_RECALL_AUTO : 3;
+            params.recall_async = j == 1 || (j == 2 && i % 2);
+            params.head_budgets = i % 3 == 0 ? LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE : LLAMA_DGE_HEAD_BUDGETS_UNIFORM;
+            params.scores       = j == 3 ? LLAMA_DGE_SCORES_BOTH : LLAMA_DGE_SCORES_DRAFT;
 
             check(llama_dge_enable(r.ctx, &params) == LLAMA_DGE_OK, "llama_dge_enable");
 
