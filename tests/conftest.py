@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 import llama_dge  # noqa: F401  # first: it decides which libllama llama_cpp loads
-from reference.cut import F32, N_CUT, N_PROMPT, SETTINGS, TOKENS
 from reference.driver import Context, NativeModel
+from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
 from reference.models import ZOO, TinyModel, make_weights, write_gguf
-from reference.scenario import cut_after
+from reference.scenario import F32, cut_after
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from reference.budgets import (
     pyramid_caps,
 )
 from reference.covering import covering_set, pairs_of
-from reference.forward import Reference, nmse
+from reference.forward import Reference, evaluated, nmse
 from reference.models import ZOO, ModelSpec
 from reference.policies import Settings
 from reference.rounding import is_quantized
-from reference.scenario import Kept, as_lists, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import F32, Kept, as_lists, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
@@ -51,7 +51,6 @@ CUTS = [
     ("streamingllm", "uniform"),
     ("streamingllm", "table"),
 ]
-F32: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
 
 
 def table_for(spec: ModelSpec, n_prompt: int, least: int) -> tuple[tuple[int, ...], ...]:
@@ -113,17 +112,6 @@ def test_adaptive_totals() -> None:
 # kept sets
 
 
-def evaluate(
-    zoo: Zoo, model: str, flash_attn: bool, tokens: list[int], n_prompt: int, types: Sequence[str] = ("f32", "f32")
-) -> Reference:
-    """The reference with a prompt at once and the rest one by one."""
-    reference = Reference(zoo[model].weights, *types, flash_attn)
-    reference.run(tokens[:n_prompt])
-    for token in tokens[n_prompt:]:
-        reference.step([token])
-    return reference
-
-
 @pytest.mark.parametrize("scores", ["draft", "policy", "both"])
 @pytest.mark.parametrize("cut", CUTS, ids=cut_id)
 @pytest.mark.parametrize("model", ["g1", "g3", "g8", "deep"])
@@ -140,7 +128,7 @@ def test_f32_kept_sets_equal_the_reference(
         decode_each(context, tokens[n_prompt:])
         assert context.info()["state"] == driver.STATE_EVICTED, context.status(context.info()["error"])
         kept = context.kept()
-        reference = evaluate(zoo, model, False, tokens[:-1], n_prompt)
+        reference = evaluated(zoo[model].weights, tokens[:-1], n_prompt)
         assert as_lists(kept) == as_lists(kept_uneven(reference, n_prompt, s))
         assert is_uneven(kept) == (cut[1] != "uniform")
 
@@ -158,7 +146,7 @@ def test_kept_sets_with_flash_attention(
     prefill_and_arm(context, tokens[:n_prompt])
     decode_each(context, tokens[n_prompt:])
     kept = context.kept()
-    reference = evaluate(zoo, "g3", True, tokens[:-1], n_prompt, types)
+    reference = evaluated(zoo["g3"].weights, tokens[:-1], n_prompt, types, flash_attn=True)
     gaps = kept_gaps(reference, kept, n_prompt, s)
     assert gaps.max() <= (2e-2 if is_quantized(types[0]) else 5e-3)
     assert (gaps == 0.0).mean() >= 0.5
@@ -396,7 +384,9 @@ def test_several_threads_and_a_large_cache(zoo: Zoo, new_context: ContextFactory
     want = np.concatenate([reference.step([token]) for token in tokens[n_prompt:]])
     assert nmse(got, want) <= nmse_bounds("f16", "f16", True, 2)[0]
     # chosen by the rule, too, up to rounding
-    scores = all_scores(evaluate(zoo, "g3", True, tokens[:n_prompt], n_prompt, ("f16", "f16")), n_prompt, s)
+    scores = all_scores(
+        evaluated(zoo["g3"].weights, tokens[:n_prompt], n_prompt, ("f16", "f16"), flash_attn=True), n_prompt, s
+    )
     caps = caps_of(kept, s.window)
     overlap = [
         len(np.intersect1d(positions, rows)) / max(len(rows), 1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reference import driver
-from reference.driver import dge_library, failing_alloc
+from reference.driver import Context, dge_library, failing_alloc
 from reference.elastic import DGE, N_CTX, TOKENS, bytes_of, cells_for
 from reference.forward import nmse
 from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
@@ -197,79 +197,6 @@ def test_poison_at_every_step(new_context: ContextFactory, flash_attn: bool, pat
 # states
 
 
-@UNIFIED
-def test_whole_state_makes_the_cache_grow(new_context: ContextFactory, kv_unified: bool) -> None:
-    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
-    source = new_context("g2", **settings)
-    source.decode(TOKENS[:900], every=False)
-    source.decode(TOKENS[:200], seq=1, every=False)
-    state = source.state()
-    context = new_context("g2", **settings, elastic=True)
-    # no memory: an error, and the context is usable
-    for nth in (1, 2, 3):
-        with failing_alloc(nth):
-            assert context.state_load(state) == 0
-        assert context.memory_info()["n_cells"] == 512
-        fresh = new_context("g2", **settings)
-        assert np.array_equal(context.decode(TOKENS[:50]), fresh.decode(TOKENS[:50]))
-    assert context.state_load(state) == len(state)
-    # what is read of several streams is written at the end, so their tensors are made for the most
-    assert context.memory_info()["n_cells"] == (1280 if kv_unified else N_CTX)
-    assert context.state() == state
-    for seq in (0, 1):
-        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), source.decode(TOKENS[:20], seq=seq))
-
-
-@UNIFIED
-def test_sequence_state_makes_the_cache_grow(new_context: ContextFactory, kv_unified: bool) -> None:
-    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
-    source = new_context("g2", **settings)
-    source.decode(TOKENS[:900], every=False)
-    state = source.seq_state()
-    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
-    for each in (context, plain):
-        each.decode(TOKENS[300:700], seq=0, every=False)
-    with failing_alloc(3):
-        assert context.seq_state_load(state, 1) == 0
-    assert context.seq_state(0) == plain.seq_state(0) and context.memory_info()["n_cells"] == 512
-    for each in (context, plain):
-        assert each.seq_state_load(state, 1) == len(state)
-    assert context.seq_state(1) == plain.seq_state(1)
-    assert context.memory_info()["n_cells"] == (2048 if kv_unified else 1280)
-    for seq in (0, 1):
-        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), plain.decode(TOKENS[:20], seq=seq))
-    # a second time: its own cells count once
-    assert context.seq_state_load(state, 1) == len(state)
-    assert context.memory_info()["n_cells"] == (2048 if kv_unified else 1280)
-
-
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "sequence"])
-def test_state_of_a_cut_sequence(new_context: ContextFactory, whole: bool) -> None:
-    """It needs the cells of what is left, not of what there was."""
-    settings: dict[str, Any] = {"n_ctx": N_CTX, "dge": {**DGE, "budget": 600}}
-    source = new_context("g2", **settings)
-    cut_after(source, TOKENS[:910], 900, 2)
-    state = source.state() if whole else source.seq_state()
-    context = new_context("g2", **settings, elastic=True)
-    context.decode(TOKENS[:20])
-    load = context.state_load if whole else context.seq_state_load
-    assert load(state) == len(state)
-    assert context.memory_info()["n_cells"] == 768
-    assert context.info()["state"] == driver.STATE_EVICTED and as_lists(context.kept()) == as_lists(source.kept())
-    got, want = context.decode(TOKENS[:300]), source.decode(TOKENS[:300])
-    assert np.array_equal(got, want)
-
-
-def test_state_that_fits_nowhere(new_context: ContextFactory) -> None:
-    source = new_context("g2", n_ctx=N_CTX)
-    source.decode(TOKENS[:1500], every=False)
-    context = new_context("g2", n_ctx=1024, elastic=True)
-    assert context.state_load(source.state()) == 0
-    assert context.seq_state_load(source.seq_state()) == 0
-    plain = new_context("g2", n_ctx=1024)
-    assert np.array_equal(context.decode(TOKENS[:700]), plain.decode(TOKENS[:700]))
-
-
 # memory functions while growth is needed
 
 
@@ -297,21 +224,6 @@ def test_stream_copy_that_is_not_made_yet(new_context: ContextFactory, n_new: in
     assert context.memory_info()["n_cells"] == cells_for(490 + n_new)
 
 
-def test_stream_copy_and_a_state(new_context: ContextFactory) -> None:
-    """A state for which the cache grows while a copy of a stream waits."""
-    settings: dict[str, Any] = {"n_ctx": 3 * N_CTX, "n_seq_max": 3, "kv_unified": False}
-    source = new_context("g2", **settings)
-    source.decode(TOKENS[:900], every=False)
-    state = source.seq_state()
-    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
-    for each in (context, plain):
-        each.decode(TOKENS[:490], every=False)
-        each.seq_cp(0, 1)
-        assert each.seq_state_load(state, 2) == len(state)
-    for seq in (0, 1, 2):
-        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), plain.decode(TOKENS[:20], seq=seq))
-
-
 @UNIFIED
 @pytest.mark.parametrize("failing", [False, True])
 def test_shift_that_is_not_made_yet(new_context: ContextFactory, kv_unified: bool, failing: bool) -> None:
@@ -328,21 +240,6 @@ def test_shift_that_is_not_made_yet(new_context: ContextFactory, kv_unified: boo
         assert context.rc == 1
     assert np.array_equal(context.decode(TOKENS[:500]), plain.decode(TOKENS[:500]))
     assert context.state() == plain.state()
-
-
-def test_shift_waits_for_a_state(new_context: ContextFactory) -> None:
-    """A sequence state for which the cache must grow while a K-shift of another sequence waits."""
-    settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2}
-    source = new_context("g2", **settings)
-    source.decode(TOKENS[:900], every=False)
-    state = source.seq_state()
-    context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
-    for each in (context, plain):
-        each.decode(TOKENS[:100], every=False)
-        each.seq_add(0, 0, -1, 7)
-        assert each.seq_state_load(state, 1) == len(state)
-    for seq in (0, 1):
-        assert np.array_equal(context.decode(TOKENS[:20], seq=seq), plain.decode(TOKENS[:20], seq=seq))
 
 
 def test_removed_rows_make_room(new_context: ContextFactory) -> None:
@@ -373,3 +270,30 @@ def test_graph_buffers_are_as_the_context_expects(new_context: ContextFactory, r
         context.close()
     assert [line for line in lines if "compute buffer size" in line]
     assert not [line for line in lines if "does not match" in line]
+
+
+def test_an_elastic_cache_does_not_grow_for_a_batch_that_is_in_it(new_context: ContextFactory) -> None:
+    prompt = tokens_of(1500, 1)
+
+    def new() -> Context:
+        context = new_context("g2", n_ctx=8192, n_batch=2048, elastic=True, dge={"budget": 32, "draft_tokens": 1})
+        context.decode(prompt, every=False)
+        context.clear()  # has grown already, so that the next prompt changes nothing
+        return context
+
+    cells = []
+    for by_decode in (True, False):
+        context = new()
+        prefill_and_arm(context, prompt)
+        if by_decode:
+            context.decode([5])
+        else:
+            assert context.evict() == driver.OK
+        cells.append(context.memory_info()["n_cells"])
+    assert cells[0] == cells[1] <= 512
+
+    context = new()
+    context.decode(prompt, every=False)
+    before = context.memory_info()["n_cells"]
+    context.enable(budget=32, draft_tokens=4)
+    assert context.memory_info()["n_cells"] == before

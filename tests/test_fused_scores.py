@@ -118,3 +118,14 @@ def test_a_choice_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: Contex
         reference.step([token])
     assert n_all > 40
     assert (n_same >= 0.95 * n_all) == (scored_by == "fused"), (n_same, n_all)
+
+
+@pytest.mark.slow
+def test_scores_of_many_blocks_fit_into_a_graph(new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many keys and queries that a block is one query row: they are as many as the graph has room for."""
+    monkeypatch.setenv("LLAMA_DGE_FUSED", "0")
+    n = 6000
+    dge = {"budget": n - 100, "window": n - 200, "scores": "policy", "draft_tokens": 1}
+    context = new_context("g8", n_ctx=n + 256, flash_attn=True, dge=dge)
+    prefill_and_arm(context, tokens_of(n, 1))
+    assert context.evict() == driver.OK and context.info()["n_rows"] == n - 100

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from reference import driver
-from reference.cut import F32, N_CUT, N_PROMPT, SAME, SETTINGS, TOKENS
 from reference.driver import Context
+from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
 from reference.faults import failing_move
 from reference.forward import nmse
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import F32, SAME, as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -360,3 +360,20 @@ def test_a_graph_that_stops_half_way(new_context: ContextFactory, by_cpu: None) 
         context.close()
     # within each layer, and in the trial, after which the host moves the rows
     assert seen[driver.ERR_LOST] > 2 * N_LAYER and seen[driver.OK] > 0 and seen[driver.ERR_ABORTED] == 1
+
+
+def test_eviction_is_not_switched_off_while_a_sequence_is_lost(new_context: ContextFactory) -> None:
+    context = new_context("g2", **F32, n_ctx=2048, elastic=True, dge=dge_of(park="off", draft_tokens=1))
+    prefill_and_arm(context, tokens_of(600, 3))
+    with failing_move(2):
+        context.decode([4], check=False)
+    if context.info()["error"] != driver.ERR_LOST:
+        # the first growth is another one: this time rows had moved
+        context.clear()
+        prefill_and_arm(context, tokens_of(600, 3))
+        with failing_move(2):
+            context.decode([4], check=False)
+    assert context.info()["error"] == driver.ERR_LOST
+    assert context.disable() == driver.ERR_LOST
+    context.clear()
+    assert context.disable() == driver.OK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -320,22 +320,6 @@ def test_abort_in_a_choice(new_context: ContextFactory) -> None:
         assert context.info()["n_recalls"] == 1 and context.info()["n_rows_after"] == BUDGET
         assert context.info()["n_rows_before"] in (155, 156)
     assert n_stopped >= ZOO["g2"].n_layer
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"park": "off", "recall": 4},
-        {"park": "disk", "park_dir": ".", "recall": 4},
-        {"park": "ram", "recall": -2},
-        {"park": "ram", "recall": -1, "recall_mass": 0.0},
-        {"park": "ram", "recall": -1, "recall_mass": 1.5},
-        {"park": "ram", "recall": -1, "recall_mass": float("nan")},
-    ],
-    ids=str,
-)
-def test_settings_that_cannot_work_are_refused(new_context: ContextFactory, settings: dict[str, Any]) -> None:
-    assert new_context("one").enable(check=False, **settings) == driver.ERR_PARAMS
 
 
 def test_no_refresh_is_dge_as_published(new_context: ContextFactory) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from reference import driver
-from reference.cut import F32, N_CUT, N_PROMPT, SAME, SETTINGS, TOKENS
 from reference.driver import Context
+from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
 from reference.forward import nmse
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import F32, SAME, as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory

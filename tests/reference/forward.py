@@ -164,6 +164,21 @@ class Reference:
         return rotate(out, size_v).reshape(n, -1)
 
 
+def evaluated(
+    model: TinyModel,
+    tokens: Sequence[int],
+    n_prompt: int,
+    types: tuple[str, str] = ("f32", "f32"),
+    flash_attn: bool = False,
+) -> Reference:
+    """A sequence with a prompt that was evaluated at once, and the rest of the tokens one by one."""
+    reference = Reference(model, *types, flash_attn)
+    reference.run(tokens[:n_prompt])
+    for token in tokens[n_prompt:]:
+        reference.step([token])
+    return reference
+
+
 def _weighted_sum_f16(logits: Float, values: Float) -> Float:
     """Softmax-weighted sum of f16 rows with an f16 accumulator, row by row in cache order.
 

@@ -11,6 +11,10 @@ from . import driver
 from .driver import Context
 from .models import N_VOCAB
 
+# f32 without flash attention: equal up to the order of sums
+F32: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
+SAME = 1e-9
+
 Kept = list[list[npt.NDArray[np.int32]]]
 
 

@@ -14,55 +14,17 @@ import pytest
 
 from reference import driver
 from reference.budgets import h2o_sums, kept_gaps, rank_scores
-from reference.driver import Context
-from reference.forward import Reference
-from reference.policies import Settings, snapkv_score, top_positions
-from reference.scenario import Kept, as_lists, decode_each, prefill_and_arm, tokens_of
+from reference.forward import Reference, evaluated
+from reference.h2o import EXACT, FLASH, S, check, cut, finish
+from reference.policies import snapkv_score, top_positions
+from reference.scenario import F32, as_lists, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
 
 WINDOW = 8
-S = Settings(policy="h2o", scores="policy", budget=24, draft_tokens=1)
-F32: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
-# relative error of a sum, as two rows that the library ranks otherwise than the reference show it
-EXACT = 1e-4
-# flash attention goes on with f16, so that Q and K of all but the first layer differ
-FLASH = 1e-2
 FA = pytest.mark.parametrize("flash_attn", [False, True], ids=["no_fa", "fa"])
 MODELS = pytest.mark.parametrize("model", ["g1", "g2", "g3", "g8"])
-
-
-def evaluated(zoo: Zoo, model: str, flash_attn: bool, tokens: list[int], n_prompt: int) -> Reference:
-    """The reference with a prompt at once and a draft one by one."""
-    reference = Reference(zoo[model].weights, "f32", "f32", flash_attn)
-    reference.run(tokens[:n_prompt])
-    for token in tokens[n_prompt:]:
-        reference.step([token])
-    return reference
-
-
-def check(reference: Reference, kept: Kept, n_prompt: int, s: Settings, flash_attn: bool = False) -> None:
-    """The rows kept are those with the largest sums."""
-    gaps = kept_gaps(reference, kept, n_prompt, s)
-    assert gaps.max() <= (FLASH if flash_attn else EXACT)
-    n_first = len(kept[0])
-    assert gaps[:n_first].max() <= EXACT
-    assert (gaps == 0).mean() >= 0.5
-
-
-def cut(context: Context, tokens: list[int], n_prompt: int, seq: int = 0) -> Kept:
-    """Prompt, draft one by one, and one more token; asserts the cut."""
-    prefill_and_arm(context, tokens[:n_prompt], seq)
-    return finish(context, tokens[n_prompt:], seq)
-
-
-def finish(context: Context, tokens: list[int], seq: int = 0) -> Kept:
-    decode_each(context, tokens, seq)
-    info = context.info(seq)
-    assert info["state"] == driver.STATE_EVICTED, context.status(info["error"])
-    assert info["n_rows_after"] < info["n_rows_before"]
-    return context.kept(seq)
 
 
 # the sums
@@ -80,7 +42,7 @@ def test_order_of_the_sums(
     tokens = tokens_of(n_prompt + draft_tokens, 1)
     s = replace(S, draft_tokens=draft_tokens)
     context = new_context(model, flash_attn=flash_attn, **F32)
-    reference = evaluated(zoo, model, flash_attn, tokens[:-1], n_prompt)
+    reference = evaluated(zoo[model].weights, tokens[:-1], n_prompt, flash_attn=flash_attn)
     scores = [rank_scores(q, k, n_prompt, s) for q, k in zip(reference.q, reference.k)]
     order: dict[tuple[int, int], list[int]] = {}
     for budget in range(9, n_prompt):
@@ -110,7 +72,7 @@ def test_order_of_the_sums(
 def test_the_reference_tells_what_is_counted(zoo: Zoo) -> None:
     """Sums over all rows, over the window and over more or fewer rows of the draft give other kept sets."""
     tokens = tokens_of(120, 2)
-    reference = evaluated(zoo, "g3", False, tokens, 114)
+    reference = evaluated(zoo["g3"].weights, tokens, 114)
     for q, k in zip(reference.q, reference.k):
         sums = {n: h2o_sums(q, k, n)[:, : 114 - WINDOW] for n in (113, 114, 115, 117, 119, 120)}
         window = snapkv_score(q, k, 114, WINDOW)
@@ -131,7 +93,7 @@ CHUNKS = [(512, 1), (512, 7), (512, 32), (512, 512), (64, 64), (33, 10), (100, 3
 def test_chunks_do_not_matter(zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool) -> None:
     n_prompt, s = 163, replace(S, draft_tokens=3, budget=40)
     tokens = tokens_of(n_prompt + 3, 3)
-    reference = evaluated(zoo, model, flash_attn, tokens[:-1], n_prompt)
+    reference = evaluated(zoo[model].weights, tokens[:-1], n_prompt, flash_attn=flash_attn)
     found = []
     for n_batch, n_ubatch in CHUNKS:
         context = new_context(
@@ -201,7 +163,7 @@ def test_many_streams_are_summed_in_blocks(zoo: Zoo, new_context: ContextFactory
 def test_other_scores(zoo: Zoo, new_context: ContextFactory, scores: str) -> None:
     n_prompt, s = 140, replace(S, draft_tokens=4, scores=scores)
     tokens = tokens_of(n_prompt + 4, 6)
-    reference = evaluated(zoo, "g3", False, tokens[:-1], n_prompt)
+    reference = evaluated(zoo["g3"].weights, tokens[:-1], n_prompt)
     check(reference, cut(new_context("g3", **F32, dge=s.as_params()), tokens, n_prompt), n_prompt, s)
     # with the draft's scores H2O is SnapKV
     if scores == "draft":
@@ -244,7 +206,7 @@ def test_two_sequences_in_one_batch(zoo: Zoo, new_context: ContextFactory, kv_un
         context.decode_batch([(tokens[seq][i], i, seq, True) for seq in (0, 1)])
     for seq in (0, 1):
         assert context.info(seq)["state"] == driver.STATE_EVICTED
-        reference = evaluated(zoo, "g2", flash_attn, tokens[seq][:-1], n_prompt)
+        reference = evaluated(zoo["g2"].weights, tokens[seq][:-1], n_prompt, flash_attn=flash_attn)
         check(reference, context.kept(seq), n_prompt, s, flash_attn)
 
 
@@ -263,7 +225,7 @@ def test_beside_a_cut_sequence(zoo: Zoo, new_context: ContextFactory, kv_unified
         at += 1
     assert context.arm(n_prompt, 1) == driver.OK
     kept = finish(context, tokens[1][n_prompt : n_prompt + 1], 1)
-    check(evaluated(zoo, "g2", False, tokens[1][:n_prompt], n_prompt), kept, n_prompt, s)
+    check(evaluated(zoo["g2"].weights, tokens[1][:n_prompt], n_prompt), kept, n_prompt, s)
 
 
 @FA
@@ -289,122 +251,34 @@ def test_cells_that_are_used_again(zoo: Zoo, new_context: ContextFactory, flash_
             assert context.seq_rm(0, -1, -1)
         seq = 1 if removal == "rm in part" else 0
         kept = cut(context, tokens, n_prompt, seq)
-        check(evaluated(zoo, "g2", flash_attn, tokens[:-1], n_prompt), kept, n_prompt, s, flash_attn)
+        check(evaluated(zoo["g2"].weights, tokens[:-1], n_prompt, flash_attn=flash_attn), kept, n_prompt, s, flash_attn)
         assert context.seq_rm(-1, -1, -1)
 
 
-# what is counted, and what is not
+def test_sums_do_not_take_in_the_attention_of_another_sequence(new_context: ContextFactory) -> None:
+    """A prompt of two sequences at once: the cells are both's, and only one of them is summed."""
+    dge = {"policy": "h2o", "scores": "policy", "budget": 32, "window": 8, "draft_tokens": 1}
 
-
-@pytest.mark.parametrize("draft_tokens", [1, 2, 4])
-@pytest.mark.parametrize("n_more", [2, 5])
-def test_speculative_rows_beyond_the_draft_do_not_count(
-    zoo: Zoo, new_context: ContextFactory, draft_tokens: int, n_more: int
-) -> None:
-    """A batch runs past the draft; its rejected rows are removed. Sums are those of prompt and draft."""
-    n_prompt, n_draft, s = 100, draft_tokens - 1, replace(S, draft_tokens=draft_tokens)
-    tokens = tokens_of(n_prompt + n_draft + 1, 50)
-    context = new_context("g3", **F32, dge=s.as_params())
-    prefill_and_arm(context, tokens[:n_prompt])
-    context.decode([*tokens[n_prompt : n_prompt + n_draft], *tokens_of(n_more, 51)])
-    assert context.info()["state"] == (driver.STATE_ARMED if n_draft else driver.STATE_EVICTED)
-    if n_draft:
-        assert context.seq_rm(0, n_prompt + n_draft, -1)
-    kept = finish(context, tokens[-1:])
-    check(evaluated(zoo, "g3", False, tokens[:-1], n_prompt), kept, n_prompt, s)
-    # without removal all rows stay, and still do not count
-    context.clear()
-    prefill_and_arm(context, tokens[:n_prompt])
-    if n_draft:
-        context.decode([*tokens[n_prompt : n_prompt + n_draft], *tokens_of(n_more, 51)])
-        kept = finish(context, tokens[-1:])
-        assert context.info()["n_draft"] == n_draft + n_more
-        reference = evaluated(zoo, "g3", False, [*tokens[:-1], *tokens_of(n_more, 51)], n_prompt)
-        check(reference, kept, n_prompt, s)
-
-
-def test_rejected_draft_rows_are_an_error(new_context: ContextFactory) -> None:
-    """A row of the draft was counted and cannot be taken back: no cut, the full cache goes on, the error says so."""
-    s = replace(S, draft_tokens=4)
-    tokens = tokens_of(120, 52)
-    context = new_context("g3", **F32, dge=s.as_params())
-    plain = new_context("g3", **F32)
-    prefill_and_arm(context, tokens[:100])
-    context.decode(tokens_of(2, 53))
-    assert context.seq_rm(0, 100, -1)
-    got = decode_each(context, tokens[100:])
-    assert context.info()["state"] == driver.STATE_FULL and context.info()["error"] == driver.ERR_QUERIES
-    plain.decode(tokens[:100])
-    assert np.array_equal(got, decode_each(plain, tokens[100:]))
-
-
-@pytest.mark.parametrize("keep", [1, 60, 99])
-def test_a_tail_that_is_evaluated_again(zoo: Zoo, new_context: ContextFactory, keep: int) -> None:
-    """Rows that were removed are in the sums already: start over, or there is no cut."""
-    s = S
-    tokens = tokens_of(101, 54)
-    context = new_context("g3", **F32, dge=s.as_params())
-    context.decode([*tokens[:keep], *tokens_of(100 - keep, 55)])
-    assert context.reuse(100, keep) == 0
-    assert context.seq_rm(0, keep, -1)
-    assert context.reuse(100, keep) == 0
-    context.decode(tokens[keep:100])
-    assert context.arm(100) == driver.ERR_QUERIES
-    assert context.info()["state"] == driver.STATE_FULL
-    # from the start it works
-    assert context.seq_rm(0, 0, -1)
-    kept = cut(context, tokens, 100)
-    check(evaluated(zoo, "g3", False, tokens[:100], 100), kept, 100, s)
-
-
-def test_a_prompt_that_only_grows_is_reused(zoo: Zoo, new_context: ContextFactory) -> None:
-    tokens = tokens_of(121, 56)
-    context = new_context("g3", **F32, dge=S.as_params())
-    context.decode(tokens[:70])
-    assert context.reuse(120, 70) == 70
-    context.decode(tokens[70:120])
-    assert context.reuse(120, 120) == 120
-    assert context.arm(120) == driver.OK
-    check(evaluated(zoo, "g3", False, tokens[:120], 120), finish(context, tokens[120:]), 120, S)
-
-
-def test_a_loaded_state_has_no_sums(zoo: Zoo, new_context: ContextFactory) -> None:
-    tokens = tokens_of(121, 57)
-    context = new_context("g3", **F32, n_seq_max=2, dge=S.as_params())
-    context.decode(tokens[:100])
-    for load in (lambda: context.seq_state_load(context.seq_state(0), 1), lambda: context.state_load(context.state())):
+    def kept(tail: list[int]) -> Any:
+        context = new_context("g2", **F32, n_seq_max=2, dge=dge)
+        api, batch = context.api, context.api.llama_batch_init(512, 0, 2)
+        batch.n_tokens = 100
+        for i, token in enumerate(tokens_of(100, 0)):
+            batch.token[i], batch.pos[i], batch.logits[i], batch.n_seq_id[i] = token, i, 0, 2
+            batch.seq_id[i][0], batch.seq_id[i][1] = 1, 0  # queries are captured of one of them
+        assert api.llama_decode(context.handle, batch) == 0
+        api.llama_batch_free(batch)
+        if tail:
+            context.decode(tail, seq=1)
         context.seq_rm(1, -1, -1)
-        assert load() > 0
-        seq = 1 if context.pos_max(1) >= 0 else 0
-        assert context.reuse(120, 100, seq) == 0
-        assert context.arm(100, seq) == driver.ERR_QUERIES
-        context.decode(tokens[100:120], seq=seq)
-        assert context.arm(120, seq) == driver.ERR_QUERIES
-    context.clear()
-    check(evaluated(zoo, "g3", False, tokens[:120], 120), cut(context, tokens, 120), 120, S)
+        status = context.evict()
+        assert status == driver.OK, context.status(status)
+        return as_lists(context.kept())
+
+    assert kept(tokens_of(60, 1)) == kept([])
 
 
-def test_copies_have_no_sums(new_context: ContextFactory) -> None:
-    tokens = tokens_of(121, 58)
-    for kv_unified in (True, False):
-        context = new_context("g3", **F32, n_seq_max=2, kv_unified=kv_unified, dge=S.as_params())
-        context.decode(tokens[:100])
-        context.seq_cp(0, 1)
-        context.decode(tokens[100:120], seq=1)
-        assert context.arm(120, 1) < 0
-        assert context.reuse(120, 100, 1) == 0
-
-
-def test_settings_that_change_later(zoo: Zoo, new_context: ContextFactory) -> None:
-    """Rows that were there before H2O was switched on are missing in the sums."""
-    tokens = tokens_of(121, 59)
-    context = new_context("g3", **F32, dge=Settings().as_params())
-    context.decode(tokens[:50])
-    context.enable(**S.as_params())
-    context.decode(tokens[50:120])
-    assert context.arm(120) == driver.ERR_QUERIES
-    context.clear()
-    check(evaluated(zoo, "g3", False, tokens[:120], 120), cut(context, tokens, 120), 120, S)
+# free cells
 
 
 @pytest.mark.parametrize("flash_attn, pattern", [(False, 0x6BCD), (True, 0xEBCD), (True, 0x7E00)])

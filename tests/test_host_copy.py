@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -168,16 +171,6 @@ def test_nothing_to_restore(new_context: ContextFactory) -> None:
     assert context.restore(N_CUT) == 0 and context.state() == before
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [{"park": 3}, {"park": -1}, {"park_limit": -1}, {"park": "disk"}, {"park": "disk", "park_dir": ""}],
-    ids=str,
-)
-def test_bad_params(new_context: ContextFactory, bad: dict[str, Any]) -> None:
-    context = new_context("one")
-    assert context.enable(check=False, **bad) == driver.ERR_PARAMS
-
-
 @contextmanager
 def small_files(size: int) -> Iterator[None]:
     """Files cannot grow above a size."""
@@ -323,3 +316,14 @@ def test_abort(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
         if cut:
             break
     assert n_aborted > 3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no modes")
+def test_parked_files_are_the_users_own(new_context: ContextFactory, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        cut_session(new_context("g2", dge=parked(tmp_path)))
+    finally:
+        os.umask(before)
+    (path,) = tmp_path.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -15,9 +15,6 @@ N_PROMPT = 120
 SETTINGS = Settings(budget=32, draft_tokens=3)
 N_CUT = N_PROMPT + 2
 TOKENS = tokens_of(N_CUT + 40, 0)
-# f32 without flash attention: equal up to the order of sums
-F32: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
-SAME = 1e-9
 
 
 def cut_reference(zoo: Zoo, kept: Any, n_after: int = 5) -> Reference:
