@@ -37,7 +37,7 @@ help:
 	@echo 'make test      unit tests in C++ (sanitizers) and Python'
 	@echo 'make lint      ruff, mypy, clang-format'
 	@echo 'make format    rewrite sources in the project style'
-	@echo 'make patches   check the patches to llama.cpp; patches-apply, patches-refresh'
+	@echo 'make patches   check the patches to llama.cpp and what they rely on; patches-apply, -refresh, -bump, probes'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'
 	@echo 'also: dev (incremental build of libllama), test-native, test-python, test-model, test-stock, test-upstream, test-backend-ops, test-gpu-shim, test-cuda-compile, test-cuda-objects, test-cuda-link, test-vulkan, gpu-check, test-integrations, test-browser, test-sanitize, soak, bench-policies, bench-select, bench-memory, bench-recall, bench-peers, bench-score, sweep, clean'
 
@@ -230,14 +230,23 @@ format: $(TOOLS)
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-.PHONY: patches-apply patches-refresh patches-check
-patches: patches-check
+.PHONY: patches-apply patches-refresh patches-check patches-bump probes probes-table
+patches: patches-check probes
 patches-apply:
 	$(PYTHON) scripts/upstream.py prepare
 patches-refresh:
 	$(PYTHON) scripts/upstream.py refresh
 patches-check:
 	$(PYTHON) scripts/upstream.py check
+# another llama.cpp: make patches-bump VERSION=0.3.37 SHA256=...
+patches-bump:
+	$(PYTHON) scripts/upstream_bump.py $(VERSION) $(SHA256)
+# what we rely on inside llama.cpp, a probe each; e.g. make probes PROBE_ARGS="--tree ../llama.cpp"
+PROBE_ARGS ?=
+probes:
+	$(PYTHON) scripts/upstream_probe.py $(PROBE_ARGS)
+probes-table:
+	$(PYTHON) scripts/upstream_probe.py --write-table
 
 # e.g. make bench BENCH_ARGS=--quick; beside the stock llama-cpp-python that make test-stock built, if it did
 BENCH_ARGS  ?=
