@@ -1,119 +1,127 @@
-#include "llama-dge-impl.h"
+#include "llama-dge-memory.h"
 
 #include "llama-context.h"
+#include "llama-cparams.h"
 #include "llama-hparams.h"
 
 #include <algorithm>
 
-// What a prompt will need, computed from the functions that evict. Where heads share a budget by scores, the most.
+// What a prompt will need, by the functions that evict. Where heads share a budget by scores, the most.
 
-void llama_dge::estimate(const llama_context & lctx, const llama_dge_settings & settings, int32_t n_prompt, bool elastic,
-        llama_dge_estimate & res) {
-    const auto & kv = *get_kv(lctx);
+// the past of a prompt, with the budgets of its layers and heads
+static llama_dge_select_input llama_dge_estimate_input(
+        const llama_dge_kv & kv, const llama_dge_settings & settings, int32_t n_prompt) {
+    llama_dge_select_input res;
 
-    const int32_t n_max    = kv.dge ? kv.dge->n_cells_max : kv.get_size();
-    const int64_t n_stream = kv.n_stream;
-
-    const size_t align = 32; // of a tensor in a buffer
-
-    res.n_rows = res.n_rows_after = n_prompt + settings.draft_tokens - 1;
-
-    llama_dge_select_input input;
-
-    input.params   = settings.sel;
-    input.n_prompt = n_prompt;
-    input.n_past   = std::max(0, n_prompt - settings.window);
-    input.n_cap    = settings.resolve_budget(n_prompt) - settings.window;
+    res.params   = settings.sel;
+    res.n_prompt = n_prompt;
+    res.n_past   = std::max(0, n_prompt - settings.window);
+    res.n_cap    = settings.resolve_budget(n_prompt) - settings.window;
 
     auto rows = settings.head_rows.begin();
 
-    int64_t cell_bytes = 0;
-    int64_t row_bytes  = 0;
-    int64_t sums_bytes = 0; // per row of the host copy
+    for (size_t i = 0; i < kv.n_layer(); ++i) {
+        const int32_t n_head_kv = kv.layer(i).n_head_kv;
 
-    for (const auto & layer : kv.layers) {
-        const int64_t n_head_kv = kv.hparams.n_head_kv(layer.il);
-        const int64_t n_embd    = (int64_t) kv.hparams.n_embd_head_k(layer.il) * kv.hparams.n_head(layer.il);
+        res.layers.emplace_back().n_head_kv = n_head_kv;
 
-        input.layers.emplace_back().n_head_kv = n_head_kv;
         if (!settings.head_rows.empty()) {
-            auto & heads = input.table.emplace_back(rows, rows + n_head_kv);
+            auto & heads = res.table.emplace_back(rows, rows + n_head_kv);
             for (int32_t & n : heads) {
                 n -= settings.window;
             }
             rows += n_head_kv;
         }
-
-        cell_bytes += (layer.k->nb[1] + layer.v->nb[1]) * n_stream;
-        row_bytes += layer.k->nb[1] + layer.v->nb[1];
-
-        res.dge += GGML_PAD(n_embd * settings.n_ring() * kv.get_n_seq_max() * (int64_t) sizeof(float), align);
-
-        if (llama_dge_needs_sums(settings.sel)) {
-            res.dge += GGML_PAD(n_max * n_head_kv * n_stream * (int64_t) sizeof(float), align);
-            sums_bytes += n_head_kv * sizeof(float);
-        }
     }
 
-    const bool evicts = n_prompt > settings.resolve_budget(n_prompt);
+    return res;
+}
 
-    if (evicts) {
-        const auto most = llama_dge_most_rows(input);
+static int32_t llama_dge_sum_heads(const llama_dge_kv & kv) {
+    int32_t res = 0;
 
-        llama_dge_kept kept;
-        for (const auto & heads : most) {
-            auto & layer = kept.emplace_back();
-            for (const int32_t n : heads) {
-                layer.emplace_back(n);
-            }
-            res.at_most |= settings.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE && heads.size() > 1;
+    for (size_t i = 0; i < kv.n_layer(); ++i) {
+        res += kv.layer(i).n_head_kv;
+    }
+
+    return res;
+}
+
+// what an eviction adds
+static void llama_dge_estimate_eviction(const llama_dge & dge, const llama_dge_settings & settings, int32_t n_prompt,
+        llama_dge_estimate & res) {
+    const auto & kv = dge.kv;
+
+    llama_dge_kept kept;
+
+    for (const auto & heads : llama_dge_most_rows(llama_dge_estimate_input(kv, settings, n_prompt))) {
+        auto & layer = kept.emplace_back();
+        for (const int32_t n : heads) {
+            layer.emplace_back(n);
         }
+        res.at_most |= settings.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE && heads.size() > 1;
+    }
 
-        res.n_rows_after = llama_dge_capacity(kept) + settings.window;
-        if (!settings.recalls()) {
-            res.n_rows_after += settings.draft_tokens - 1; // with recall the answer's entries compete with the prompt's
-        }
+    // with recall, entries of the answer compete with the prompt's
+    res.n_rows_after = llama_dge_capacity(kept) + settings.window + (settings.recalls() ? 0 : settings.draft_tokens - 1);
 
-        for (size_t i = 0; i < kept.size(); ++i) {
-            const int64_t n_bias = res.at_most && kept[i].size() > 1
-                                           ? kv.hparams.n_head(kv.layers[i].il)
-                                           : llama_dge_bias_rows(kept, i, kv.hparams.n_head(kv.layers[i].il));
+    llama_dge_kv::shapes_t bias;
 
-            res.dge += GGML_PAD(n_max * n_bias * n_stream * (int64_t) sizeof(float), align);
-        }
+    for (size_t i = 0; i < kept.size(); ++i) {
+        const int64_t n_head = kv.layer(i).n_head;
+        const bool    most   = res.at_most && kept[i].size() > 1;
 
-        if (settings.park != LLAMA_DGE_PARK_OFF) {
-            res.parked = res.n_rows * (row_bytes + (int64_t) sizeof(llama_kv_cell_ext) + sums_bytes);
-            for (const auto & [buft, data] : lctx.memory_breakdown()) {
-                res.parked += data.context;
-            }
-            for (const auto & [buft, size] : kv.memory_breakdown()) {
-                res.parked -= size;
-            }
-        }
+        bias.push_back({ kv.size_max(), most ? n_head : llama_dge_bias_rows(kept, i, n_head), kv.n_stream() });
+    }
+    res.dge += kv.beside_bytes(bias);
+
+    if (settings.park == LLAMA_DGE_PARK_OFF) {
+        return;
+    }
+
+    const int64_t sums = llama_dge_needs_sums(settings.sel) ? llama_dge_sum_heads(kv) * (int64_t) sizeof(float) : 0;
+
+    int64_t context;
+    int64_t compute;
+    dge.ctx.memory_bytes(context, compute);
+
+    res.parked = res.n_rows * (kv.row_bytes() + (int64_t) sizeof(llama_kv_cell_ext) + sums) + context - kv.total_bytes();
+}
+
+static void llama_dge_estimate_all(const llama_dge & dge, const llama_dge_settings & settings, int32_t n_prompt,
+        bool elastic, llama_dge_estimate & res) {
+    const auto & kv = dge.kv;
+
+    const uint32_t n_max = kv.size_max();
+
+    res.n_rows = res.n_rows_after = n_prompt + settings.draft_tokens - 1;
+
+    res.dge = kv.beside_bytes(llama_dge_ring::shapes(kv, settings.n_ring()));
+
+    if (llama_dge_needs_sums(settings.sel)) {
+        res.dge += kv.beside_bytes(llama_dge_sums::shapes(kv));
+    }
+
+    if (n_prompt > settings.resolve_budget(n_prompt)) {
+        llama_dge_estimate_eviction(dge, settings, n_prompt, res);
     } else {
         res.status = LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
-    res.n_cells = res.n_cells_after = n_max;
-    if (elastic) {
-        res.n_cells       = llama_dge_elastic_cells(res.n_rows, n_max);
+    res.n_cells       = elastic ? llama_dge_elastic_cells(res.n_rows, n_max) : n_max;
+    res.n_cells_after = res.n_cells;
+    if (elastic && res.n_rows_after < res.n_rows) {
         res.n_cells_after = std::min((int32_t) llama_dge_shrunk_cells(res.n_rows_after), res.n_cells);
-        if (!evicts) {
-            res.n_cells_after = res.n_cells;
-        }
     }
 
-    res.kv       = cell_bytes * res.n_cells;
-    res.kv_after = cell_bytes * res.n_cells_after;
-    res.kv_max   = cell_bytes * n_max;
+    res.kv       = kv.cell_bytes() * res.n_cells;
+    res.kv_after = kv.cell_bytes() * res.n_cells_after;
+    res.kv_max   = kv.cell_bytes() * n_max;
 
     if (llama_dge_needs_sums(settings.sel)) {
-        const auto & cparams = lctx.get_cparams();
+        const int64_t n_tokens = std::min(dge.ctx.cparams().n_ubatch, n_max);
 
-        const int64_t n_tokens = std::min(cparams.n_ubatch, (uint32_t) n_max);
-
-        res.compute = std::min(4 * res.n_cells * n_tokens * kv.hparams.n_head(kv.layers[0].il), LLAMA_DGE_SUMS_BLOCK);
+        res.compute = std::min<int64_t>(4ll * res.n_cells * n_tokens * kv.layer(0).n_head, LLAMA_DGE_SCORE_BLOCK);
     }
 }
 
@@ -125,7 +133,7 @@ int32_t llama_dge_get_estimate(const struct llama_context * ctx, const struct ll
         return LLAMA_DGE_ERR_PARAMS;
     }
 
-    if (llama_dge::unsupported(*ctx)) {
+    if (llama_dge_unsupported(*ctx)) {
         llama_dge_memory_info memory;
         llama_dge_get_memory(ctx, &memory);
 
@@ -137,13 +145,15 @@ int32_t llama_dge_get_estimate(const struct llama_context * ctx, const struct ll
         return LLAMA_DGE_OK;
     }
 
+    const auto & dge = llama_dge_memory_of(*ctx)->dge;
+
     const llama_dge_settings settings(*params);
 
-    if (!llama_dge::table_fits(*ctx, settings)) {
+    if (!settings.head_rows.empty() && (int32_t) settings.head_rows.size() != llama_dge_sum_heads(dge.kv)) {
         return LLAMA_DGE_ERR_PARAMS;
     }
 
-    llama_dge::estimate(*ctx, settings, n_prompt, elastic, *res);
+    llama_dge_estimate_all(dge, settings, n_prompt, elastic, *res);
 
     return LLAMA_DGE_OK;
 }

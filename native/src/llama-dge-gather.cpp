@@ -1,6 +1,6 @@
 #include "llama-dge-gather.h"
 
-#include "llama-dge-impl.h"
+#include "llama-dge-fault.h"
 
 #include "llama-impl.h"
 

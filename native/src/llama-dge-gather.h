@@ -1,6 +1,6 @@
 #pragma once
 
-#include "llama-dge-select.h"
+#include "llama-dge-kv.h"
 
 #include "ggml-backend.h"
 #include "ggml-cpp.h"
@@ -8,24 +8,6 @@
 #include <cstdint>
 #include <utility>
 #include <vector>
-
-// which rows a cut moves where, the same on the host and on a device
-struct llama_dge_moves {
-    llama_dge_moves(const std::vector<uint32_t> & cells, const llama_dge_kept & kept, size_t n_past);
-
-    // cell that row r of a head's result comes from, -1: none
-    int64_t src(const llama_dge_rows & rows, size_t r) const;
-
-    const std::vector<uint32_t> & cells; // by position
-    const llama_dge_kept &        kept;
-
-    size_t n_past;
-    size_t n_cap; // past rows of the head that keeps the most
-
-    std::vector<uint32_t> dst; // cells that the result takes, ascending
-
-    std::vector<std::pair<size_t, size_t>> runs; // neighbouring cells of dst: { first index, length }
-};
 
 // one layer's cache of one stream
 struct llama_dge_gather_layer {
@@ -38,15 +20,15 @@ struct llama_dge_gather_layer {
     bool    v_trans;
 };
 
-// Moves the rows of layers that lie on a device by graphs of ggml's operations, without a copy on the host. The layers are
-// added in the order of moves.kept; what a device cannot do is left to the host.
+// Compacts layers that lie on a device by graphs of ggml's operations, without a copy on the host. The layers are added in
+// the order of moves.kept; what a device cannot do is left to the host.
 class llama_dge_gather {
 public:
     llama_dge_gather(ggml_backend_sched_t sched, const llama_dge_moves & moves);
 
     void add(const llama_dge_gather_layer & layer);
 
-    // everything that can fail; no row has moved
+    // everything that can fail; no entry has moved
     void prepare();
 
     bool takes(size_t i) const { return items[i].slot >= 0; }

@@ -1,400 +1,274 @@
-#include "llama-dge-impl.h"
+#include "llama-dge-memory.h"
+
+#include "llama-dge-hooks.h"
+#include "llama-dge-state.h"
 
 #include "llama-batch.h"
 #include "llama-context.h"
 #include "llama-hparams.h"
-#include "llama-impl.h"
+#include "llama-io.h"
+#include "llama-model.h"
 
 #include <algorithm>
-#include <atomic>
-#include <stdexcept>
-
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
-
-// An elastic cache really has as many cells as it says: the arrays of cells and the tensors change together, and the
-// rest of llama.cpp sees an ordinary cache of that size. Sizes come from a ladder, so that they do not depend on how a
-// prompt was split, and every step is worth its copy.
-
-static constexpr uint32_t LLAMA_DGE_CELLS_PAD   = 256; // as attention pads n_kv
-static constexpr uint32_t LLAMA_DGE_CELLS_START = 512;
-static constexpr uint32_t LLAMA_DGE_CELLS_SPARE = 128; // room for an answer behind the rows that a cut left
-
-static thread_local bool llama_dge_elastic = false;
-
-static std::atomic<int32_t> llama_dge_fail_in { 0 };
-static std::atomic<int32_t> llama_dge_move_fail_in { 0 };
-
-bool llama_dge_alloc_fails() {
-    return llama_dge_fail_in > 0 && --llama_dge_fail_in == 0;
-}
-
-bool llama_dge_move_fails() {
-    return llama_dge_move_fail_in > 0 && --llama_dge_move_fail_in == 0;
-}
-
-void llama_dge_check_move() {
-    if (llama_dge_move_fails()) {
-        throw std::runtime_error("a failure that a test asked for");
-    }
-}
-
-static uint32_t llama_dge_ladder(uint32_t n_rows, uint32_t n_max) {
-    uint64_t n = LLAMA_DGE_CELLS_START;
-
-    while (n < n_rows) {
-        n = GGML_PAD(n + n / 2, LLAMA_DGE_CELLS_PAD);
-    }
-
-    return std::min<uint64_t>(n, n_max);
-}
-
-// memory that was freed goes back to the system; the C library keeps blocks of some MiB for itself otherwise
-static void llama_dge_trim() {
-#ifdef __GLIBC__
-    malloc_trim(0);
-#endif
-}
-
-int32_t llama_dge_elastic_cells(int32_t n_rows, int32_t n_max) {
-    return llama_dge_ladder(n_rows, n_max);
-}
-
-uint32_t llama_dge_shrunk_cells(uint32_t n_rows) {
-    return GGML_PAD(n_rows + LLAMA_DGE_CELLS_SPARE, LLAMA_DGE_CELLS_PAD);
-}
-
-//
-// API
-//
-
-void llama_dge_set_elastic(bool elastic) {
-    llama_dge_elastic = elastic;
-}
-
-bool llama_dge_is_elastic(const struct llama_context * ctx) {
-    const auto * kv = llama_dge::get_kv(*ctx);
-
-    return kv && kv->dge && kv->dge->elastic;
-}
-
-void llama_dge_debug_fail_alloc(int32_t n) {
-    llama_dge_fail_in = n;
-}
-
-void llama_dge_debug_fail_move(int32_t n) {
-    llama_dge_move_fail_in = n;
-}
+#include <cstring>
 
 //
 // hooks
 //
 
+static thread_local bool llama_dge_elastic_on = false;
+
+void llama_dge_set_elastic(bool elastic) {
+    llama_dge_elastic_on = elastic;
+}
+
 uint32_t llama_dge_start_size(const llama_hparams & hparams, uint32_t kv_size) {
     // caches with a second one beside them that mirrors their cells stay as they are
-    if (!llama_dge_elastic || hparams.no_alloc || hparams.is_mla() || hparams.indexer_head_size > 0) {
+    if (!llama_dge_elastic_on || hparams.no_alloc || hparams.is_mla() || hparams.indexer_head_size > 0) {
         return kv_size;
     }
 
-    return llama_dge_ladder(0, kv_size);
+    return llama_dge_elastic_cells(0, kv_size);
 }
 
-llama_dge_ptr llama_dge_new_elastic(llama_kv_cache & kv, uint32_t kv_size_max) {
-    if (kv.get_size() == kv_size_max) {
-        return nullptr;
-    }
+llama_memory_i * llama_dge_new_memory(llama_context & lctx, llama_memory_i * memory) {
+    auto * cache = memory ? llama_dge_ctx::find_kv(*memory) : nullptr;
 
-    llama_dge_ptr res(new llama_dge(kv, kv.get_n_seq_max()));
-
-    res->active      = false;
-    res->elastic     = true;
-    res->n_cells_max = kv_size_max;
-
-    return res;
+    return cache ? new llama_dge_memory(lctx, llama_memory_ptr(memory), *cache) : memory;
 }
 
-void llama_dge_on_share(llama_kv_cache * kv) {
-    auto * dge = kv ? kv->dge.get() : nullptr;
+llama_memory_i * llama_dge_share_memory(llama_memory_i * memory) {
+    auto * outer = dynamic_cast<llama_dge_memory *>(memory);
 
-    if (dge && dge->elastic) {
-        if (!dge->resize(dge->n_cells_max)) {
-            throw std::runtime_error("the cache that is to be shared could not grow to its full size");
-        }
-
-        dge->elastic = false;
-        dge->rebuild = true;
-    }
-}
-
-void llama_dge_on_decode(llama_context & lctx, const llama_batch & batch) {
-    auto * kv  = llama_dge::get_kv(lctx);
-    auto * dge = kv ? kv->dge.get() : nullptr;
-
-    if (!dge) {
-        return;
+    if (!outer) {
+        return memory;
     }
 
-    dge->lctx  = &lctx;
-    dge->batch = &batch;
+    outer->dge.share();
 
-    dge->note_adapters(lctx, batch);
-
-    if (dge->lost.any()) {
-        dge->refuse(lctx);
-    }
-
-    if (!dge->elastic) {
-        return;
-    }
-
-    dge->n_new.assign(kv->get_n_stream(), 0);
-
-    for (int32_t i = 0; i < batch.n_tokens; ++i) {
-        dge->n_new[kv->get_n_stream() == 1 ? 0 : kv->get_stream(batch.seq_id[i][0])]++;
-    }
+    return outer->inner();
 }
 
 void llama_dge_on_state_cells(llama_dge * dge, uint32_t strm, llama_seq_id seq_id, uint32_t n_cells) {
-    // what was read of a stream is written when all is read, into the tensors that were there: nothing grows after it
-    if (dge && dge->elastic && !dge->state_sized) {
-        dge->state_sized = n_cells > 0;
-
-        // what was read of other streams is written when all is read, and then their tensors must be the same
-        const bool all = seq_id < 0 && dge->kv.get_n_stream() > 1;
-
-        dge->batch = nullptr;
-
-        // a failure shows as a state that does not fit
-        dge->grow(all ? dge->n_cells_max : dge->cells_used(strm, seq_id) + n_cells);
+    if (dge) {
+        dge->state_cells(strm, seq_id, n_cells);
     }
+}
+
+llama_dge_memory * llama_dge_memory_of(const llama_context & lctx) {
+    return dynamic_cast<llama_dge_memory *>(lctx.get_memory());
+}
+
+const char * llama_dge_unsupported(const llama_context & lctx) {
+    if (const char * why = llama_dge_ctx::unsupported(lctx)) {
+        return why;
+    }
+    if (!lctx.get_memory()) {
+        return "the model has no memory to evict";
+    }
+
+    const auto * memory = llama_dge_memory_of(lctx);
+
+    return memory ? memory->dge.kv.unsupported()
+                  : "the model's memory holds no plain KV cache (it is recurrent, or of a kind of its own)";
 }
 
 //
-// llama_dge
+// batches and updates
 //
 
-void llama_dge::note_adapters(const llama_context & lctx, const llama_batch & batch) {
-    const auto adapters = get_adapters(lctx);
+// no ubatches: asks for an update, or makes one
+class llama_dge_update_context : public llama_memory_context_i {
+public:
+    // the batch needs more cells than there are
+    llama_dge_update_context() : status(LLAMA_MEMORY_STATUS_FAILED_PREPARE) {}
 
-    std::vector<bool> noted(n_seq, false);
+    // llama.cpp's update, then ours
+    llama_dge_update_context(llama_dge & dge, llama_memory_context_ptr inner) :
+        status(LLAMA_MEMORY_STATUS_SUCCESS), dge(&dge), inner(std::move(inner)) {}
 
-    for (int32_t i = 0; i < batch.n_tokens; ++i) {
-        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
-            const llama_seq_id s = batch.seq_id[i][j];
+    bool next() override { return false; }
 
-            if (s < 0 || (uint32_t) s >= n_seq || noted[s]) {
-                continue;
-            }
-            noted[s] = true;
+    bool apply() override {
+        const bool ok = inner->get_status() != LLAMA_MEMORY_STATUS_SUCCESS || inner->apply();
 
-            auto & origin = seqs[s].origin;
+        dge->update();
 
-            if (!origin.known || kv.seq_pos_max(s) < 0) {
-                origin = { true, false, adapters };
-            } else {
-                origin.mixed |= origin.adapters != adapters;
-            }
-        }
-    }
-}
-
-uint32_t llama_dge::cells_used(uint32_t strm, llama_seq_id seq_id) const {
-    const auto & cells = kv.v_cells[strm];
-
-    if (seq_id < 0) {
-        return 0; // all of them are replaced
+        return ok;
     }
 
-    uint32_t n = cells.get_used();
+    const llama_ubatch & get_ubatch() const override { GGML_ABORT("an update has no ubatches"); }
 
-    for (uint32_t i = 0; i < cells.size(); ++i) {
-        n -= !cells.is_empty(i) && cells.seq_has(i, seq_id) && cells.seq_count(i) == 1;
+    llama_memory_status get_status() const override { return status; }
+
+private:
+    const llama_memory_status status;
+
+    llama_dge *              dge = nullptr;
+    llama_memory_context_ptr inner;
+};
+
+llama_dge_memory::llama_dge_memory(llama_context & lctx, llama_memory_ptr memory_in, llama_kv_cache & cache) :
+    memory(std::move(memory_in)), dge(lctx, *memory, cache) {}
+
+llama_memory_context_ptr llama_dge_memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) {
+    if (!dge.batch_begins(balloc.get_batch())) {
+        return nullptr; // llama_decode() returns -2
+    }
+    if (dge.elastic.wanted() > 0) {
+        return std::make_unique<llama_dge_update_context>(); // llama_decode() updates the memory and asks once more
     }
 
-    return n;
-}
+    auto res = memory->init_batch(balloc, n_ubatch, embd_all);
 
-uint32_t llama_dge::cells_wanted() const {
-    uint32_t n_rows = 0;
-
-    for (size_t s = 0; s < n_new.size(); ++s) {
-        if (n_new[s] > 0) {
-            n_rows = std::max(n_rows, kv.v_cells[s].get_used() + n_new[s]);
-        }
-    }
-
-    return n_rows > kv.get_size() && kv.get_size() < n_cells_max ? n_rows : 0;
-}
-
-bool llama_dge::can_resize() const {
-    for (uint32_t s = 0; s < kv.n_stream && kv.get_has_shift(); ++s) {
-        const auto & cells = kv.v_cells[s];
-
-        for (uint32_t i = 0; i < cells.size(); ++i) {
-            // a division that waits: the position before it cannot be told from the shift
-            if (!cells.is_empty(i) && cells.pos_get(i) < cells.get_shift(i)) {
-                return false;
-            }
-        }
-    }
-
-    return true;
-}
-
-void llama_dge::resize_cells(uint32_t n_cells) {
-    for (uint32_t s = 0; s < kv.n_stream; ++s) {
-        const auto old = kv.v_cells[s];
-
-        auto & cells = kv.v_cells[s];
-
-        cells.resize(n_cells);
-
-        for (uint32_t i = 0; i < std::min(old.size(), n_cells); ++i) {
-            if (old.is_empty(i)) {
-                continue;
-            }
-
-            const llama_pos shift = old.get_shift(i);
-
-            cells.pos_set(i, old.pos_get(i) - shift);
-            cells.ext_set(i, old.ext_get(i));
-
-            // in a unified cache there may be sequences that eviction does not know
-            for (int32_t t = 0, n = old.seq_count(i); n > 0 && t < LLAMA_MAX_SEQ; ++t) {
-                if (old.seq_has(i, t)) {
-                    cells.seq_add(i, t);
-                    n--;
-                }
-            }
-
-            if (shift != 0) {
-                cells.pos_add(i, shift);
-            }
-        }
-
-        if (kv.v_heads[s] > n_cells) {
-            kv.v_heads[s] = 0;
-        }
-    }
-}
-
-void llama_dge::resize_begin() {
-    if (!own_bufs) {
-        staged.resize(kv.layers.size());
-    }
-}
-
-void llama_dge::resize_end(uint32_t n_cells) {
-    if (!own_bufs) {
-        kv.ctxs_bufs.clear();
-        for (auto & slot : staged) {
-            kv.ctxs_bufs.push_back(std::move(slot));
-        }
-        staged.clear();
-
-        own_bufs = true;
-    }
-
-    resize_cells(n_cells);
-
-    // graphs hold the old tensors
-    rebuild = true;
-
-    llama_dge_trim();
-}
-
-bool llama_dge::resize(uint32_t n_cells) {
-    const uint32_t n_old  = kv.get_size();
-    const uint32_t n_copy = std::min(n_old, n_cells);
-
-    if (n_cells == n_old || !can_resize()) {
-        return n_cells == n_old;
-    }
-
-    const auto layers_old = kv.layers;
-
-    // what a way back needs is there before the first step
-    std::vector<uint8_t> spare;
-    for (const auto & layer : kv.layers) {
-        spare.reserve(std::max(spare.capacity(), ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0)));
-    }
-
-    resize_begin();
-
-    size_t n_done = 0;
-    bool   copied = true;
-
-    for (; n_done < kv.layers.size(); ++n_done) {
-        llama_dge_layer_mem mem;
-
-        if (!alloc_layer(n_done, n_cells, mem)) {
-            break;
-        }
-
-        try {
-            copy_cells(mem, n_done, n_copy);
-        } catch (const std::exception & err) {
-            LLAMA_LOG_ERROR("%s: layer %u: %s\n", __func__, kv.layers[n_done].il, err.what());
-            copied = false;
-            break;
-        }
-        swap_layer(n_done, mem);
-    }
-
-    if (n_done == kv.layers.size()) {
-        resize_end(n_cells);
-        return true;
-    }
-
-    bool back = true;
-
-    if (own_bufs) {
-        // layers that have grown go back to the old size inside their new buffers: that takes no memory
-        for (size_t i = 0; i < n_done; ++i) {
-            back = shrink_in_place(i, n_old, spare) && back;
-        }
-    } else {
-        kv.layers = layers_old;
-        staged.clear();
-    }
-
-    rebuild = true;
-
-    if (!back) {
-        lose(lctx, -1);
-    }
-    if (!copied) {
-        return false;
-    }
-
-    const double missing = (double) cell_bytes() * (n_cells - n_copy) / 1024 / 1024;
-
-    LLAMA_LOG_ERROR("%s: no memory for %u instead of %u cells: %.1f MiB are missing\n", __func__, n_cells, n_old,
-            missing * (kv.layers.size() - n_done) / kv.layers.size());
-
-    return false;
-}
-
-bool llama_dge::grow(uint32_t n_rows) {
-    const uint32_t n_cells = llama_dge_ladder(n_rows, n_cells_max);
-
-    return n_cells <= kv.get_size() || resize(n_cells);
-}
-
-uint32_t llama_dge::shrunk_size(uint32_t n_top) const {
-    const uint32_t n_cells = llama_dge_shrunk_cells(n_top);
-
-    return elastic && n_cells < kv.get_size() && !kv.get_has_shift() ? n_cells : kv.get_size();
-}
-
-int64_t llama_dge::cell_bytes() const {
-    int64_t res = 0;
-
-    for (const auto & layer : kv.layers) {
-        res += layer.k->nb[1] * kv.n_stream;
-        res += layer.v ? layer.v->nb[1] * kv.n_stream : 0;
+    if (res && res->get_status() == LLAMA_MEMORY_STATUS_SUCCESS) {
+        dge.batch_added(balloc.get_batch());
     }
 
     return res;
+}
+
+llama_memory_context_ptr llama_dge_memory::init_full() {
+    return memory->init_full();
+}
+
+llama_memory_context_ptr llama_dge_memory::init_update(llama_context * lctx, bool optimize) {
+    auto res = memory->init_update(lctx, optimize);
+
+    if (llama_memory_status_is_fail(res->get_status()) || !dge.is_due()) {
+        return res;
+    }
+
+    return std::make_unique<llama_dge_update_context>(dge, std::move(res));
+}
+
+//
+// sequences
+//
+
+bool llama_dge_memory::get_can_shift() const {
+    // a shift that waits is one of other sequences; the update that makes it asks again, and would not take no
+    return memory->get_can_shift() && (dge.kv.has_shift() || !dge.any_evicted());
+}
+
+void llama_dge_memory::clear(bool data) {
+    memory->clear(data);
+
+    for (size_t s = 0; s < dge.seqs.size(); ++s) {
+        dge.on(s, LLAMA_DGE_EVENT_REMOVE_ALL);
+    }
+}
+
+bool llama_dge_memory::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    return rm(seq_id, p0, p1, [&] { return memory->seq_rm(seq_id, p0, p1); });
+}
+
+void llama_dge_memory::seq_cp(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) {
+    if (dge.may_cp(src, dst, p0, p1)) {
+        memory->seq_cp(src, dst, p0, p1);
+        dge.copied(src, dst);
+    }
+}
+
+void llama_dge_memory::seq_keep(llama_seq_id seq_id) {
+    memory->seq_keep(seq_id);
+    dge.kept_only(seq_id);
+}
+
+void llama_dge_memory::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
+    if (dge.may_shift(seq_id)) {
+        memory->seq_add(seq_id, p0, p1, shift);
+        dge.shifted(seq_id);
+    }
+}
+
+void llama_dge_memory::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
+    if (dge.may_shift(seq_id)) {
+        memory->seq_div(seq_id, p0, p1, d);
+        dge.shifted(seq_id);
+    }
+}
+
+llama_pos llama_dge_memory::seq_pos_min(llama_seq_id seq_id) const {
+    const llama_pos res = memory->seq_pos_min(seq_id);
+
+    return dge.seqs[seq_id].is_evicted() ? std::max(res, dge.seqs[seq_id].pos_min) : res;
+}
+
+llama_pos llama_dge_memory::seq_pos_max(llama_seq_id seq_id) const {
+    return memory->seq_pos_max(seq_id);
+}
+
+std::map<ggml_backend_buffer_type_t, size_t> llama_dge_memory::memory_breakdown() const {
+    return memory->memory_breakdown();
+}
+
+//
+// states
+//
+
+// bytes that were read already come first
+class llama_dge_io_replay : public llama_io_read_i {
+public:
+    llama_dge_io_replay(llama_io_read_i & io, uint32_t word) : io(io), word(word) {}
+
+    void read(void * dst, size_t size) override {
+        if (pending && size == sizeof(word)) {
+            memcpy(dst, &word, size);
+            pending = false;
+            return;
+        }
+        GGML_ASSERT(!pending && "the inner memory reads a 32-bit word first");
+
+        io.read(dst, size);
+    }
+
+    void   read_tensor(ggml_tensor * t, size_t offset, size_t size) override { io.read_tensor(t, offset, size); }
+    void   discard() override { io.discard(); }
+    size_t n_bytes() override { return io.n_bytes(); }
+
+private:
+    llama_io_read_i & io;
+
+    const uint32_t word;
+    bool           pending = true;
+};
+
+void llama_dge_memory::state_write(llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) const {
+    if (!dge.ctx.is_partial(flags)) {
+        llama_dge_state_write(dge, io, seq_id);
+    }
+
+    memory->state_write(io, seq_id, flags);
+}
+
+void llama_dge_memory::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    if (dge.ctx.is_partial(flags)) {
+        memory->state_read(io, seq_id, flags);
+        return;
+    }
+
+    uint32_t word;
+    io.read(&word, sizeof(word));
+
+    auto pending = llama_dge_state_read(dge, io, seq_id, word);
+
+    llama_dge_io_replay replay(io, word);
+
+    dge.elastic.state_begins();
+
+    try {
+        memory->state_read(replay, seq_id, flags);
+    } catch (...) {
+        dge.not_loaded(seq_id);
+        throw;
+    }
+
+    for (size_t s = 0; s < dge.seqs.size(); ++s) {
+        if (seq_id < 0 || (llama_seq_id) s == seq_id) {
+            const auto it = pending.find(s);
+
+            dge.loaded(s, it == pending.end() ? nullptr : &it->second);
+        }
+    }
 }

@@ -75,7 +75,7 @@ struct llama_dge_field {
     double get(const llama_dge_params & p) const {
         const char * data = (const char *) &p + offset;
 
-        return is_float ? *(const float *) data : *(const int32_t *) data;
+        return is_float ? (double) *(const float *) data : (double) *(const int32_t *) data;
     }
 };
 
@@ -161,7 +161,7 @@ static std::string llama_dge_check_ranges(const llama_dge_params & p) {
             continue;
         }
 
-        std::string text = llama_dge_format("%s=%g: must be ", field.info.name, x);
+        std::string text = llama_dge_format(field.is_float ? "%s=%g: must be " : "%s=%.0f: must be ", field.info.name, x);
 
         for (int32_t i = 0; field.choices && i <= field.info.most; ++i) {
             text += llama_dge_choice(field.choices, i) + (i < field.info.most ? ", " : "");
@@ -194,10 +194,10 @@ static std::string llama_dge_check_policy(const llama_dge_params & p) {
         return "";
     }
 
-    std::string text = llama_dge_format("policy=\"%s\": must be one of", p.policy ? p.policy : "");
+    std::string text = llama_dge_format("policy=\"%s\": must be one of ", p.policy ? p.policy : "");
 
     for (const auto * policy : llama_dge_policies()) {
-        text += llama_dge_format(" \"%s\"", policy->name);
+        text += llama_dge_format(policy == llama_dge_policies()[0] ? "\"%s\"" : ", \"%s\"", policy->name);
     }
 
     return text;

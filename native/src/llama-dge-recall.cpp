@@ -1,180 +1,100 @@
-#include "llama-dge-choice.h"
-#include "llama-dge-graph.h"
+#include "llama-dge-whole.h"
 
-#include "llama-context.h"
-#include "llama-hparams.h"
 #include "llama-impl.h"
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
-// Recall: the rows that stay in the cache are chosen again and again from all rows, which are parked in host memory.
-// The CPU scores the parked keys where they are; only rows that the cache does not hold yet are copied into it.
+// Recall: the kept set is selected again and again from all entries, which the host copy holds. The CPU scores keys where
+// they are; only entries that the cache does not hold yet are copied into it.
 
-// RECALL_AUTO looks every so many tokens, and chooses after so many in any case: in a long answer, what is needed next
-// does not always show in the attention of the token before it
-static constexpr int32_t LLAMA_DGE_AUTO_MAX    = 8;
-static constexpr size_t  LLAMA_DGE_AUTO_LAYERS = 4; // looked at, spread over the model
+// RECALL_AUTO selects after so many tokens in any case: in a long answer, what is needed next does not always show in the
+// attention of the token before it
+static constexpr int32_t LLAMA_DGE_AUTO_MAX = 8;
 
-void llama_dge_choice_deleter::operator()(llama_dge_choice * choice) const {
-    delete choice;
-}
-
-llama_dge::~llama_dge() = default; // here, where a choice is known
-
-//
-// which
-//
-
-int32_t llama_dge::map_cut_cells(
-        llama_seq_id seq_id, std::vector<uint32_t> & slots, std::vector<uint32_t> & tail) const {
-    const auto & seq   = seqs[seq_id];
-    const auto & cells = kv.v_cells[kv.seq_to_stream[seq_id]];
-
-    const uint32_t none  = std::numeric_limits<uint32_t>::max();
-    const int32_t  n_cap = seq.n_after - (seq.n_before - seq.pos_min);
-
-    slots.assign(n_cap, none);
-    tail.assign(std::max(0, cells.seq_pos_max(seq_id) + 1 - seq.pos_min), none);
-
-    for (uint32_t i = 0; i < cells.size(); ++i) {
-        if (cells.is_empty(i) || !cells.seq_has(i, seq_id)) {
-            continue;
-        }
-        if (cells.seq_count(i) > 1) {
-            return LLAMA_DGE_ERR_SHARED;
-        }
-
-        const llama_pos pos = cells.pos_get(i);
-
-        if (pos >= seq.pos_min) {
-            tail[pos - seq.pos_min] = i;
-        } else if (pos < n_cap) {
-            slots[pos] = i;
-        }
-    }
-
-    const auto is_none = [&](uint32_t cell) {
-        return cell == none;
-    };
-
-    return std::any_of(slots.begin(), slots.end(), is_none) || std::any_of(tail.begin(), tail.end(), is_none)
-                   ? LLAMA_DGE_ERR_SEQ
-                   : LLAMA_DGE_OK;
-}
-
-int32_t llama_dge::park_append(llama_seq_id seq_id, const std::vector<uint32_t> & tail) {
+int32_t llama_dge::park_tail(llama_seq_id seq_id, const std::vector<uint32_t> & tail) {
     auto & seq = seqs[seq_id];
 
-    // a copy of the sequence has the same store, and went its own way
-    if (seq.parked.use_count() > 1) {
-        auto own = seq.parked->clone();
+    // a copy of the sequence has the same host copy, and went its own way
+    if (seq.store.use_count() > 1) {
+        auto own = seq.store->clone();
         if (!own) {
             return LLAMA_DGE_ERR_MEMORY;
         }
-        seq.parked = std::move(own);
+        seq.store = std::move(own);
     }
 
-    auto & parked = *seq.parked;
+    auto & store = *seq.store;
 
     const int32_t n_rows = seq.pos_min + (int32_t) tail.size();
 
-    if (n_rows <= parked.n_rows) {
+    if (n_rows <= store.n_rows) {
         return LLAMA_DGE_OK;
     }
-
-    if (params.park_limit > 0) {
-        const int64_t n_new = (parked.n_bytes() / parked.n_rows) * (n_rows - parked.n_rows);
-
-        if (parked_bytes() + n_new > params.park_limit) {
-            return LLAMA_DGE_ERR_PARK;
-        }
+    if (settings.park_limit > 0 &&
+            parked_bytes() + store.n_bytes_rows(n_rows - store.n_rows) > settings.park_limit) {
+        return LLAMA_DGE_ERR_PARK;
     }
 
-    for (auto & layer : parked.layers) {
-        if ((size_t) GGML_PAD(n_rows, LLAMA_DGE_KEYS_PAD) > layer.n_cap &&
-                !parked.alloc(layer, n_rows + n_rows / 4 + LLAMA_DGE_PARK_SPARE, parked.n_rows)) {
-            return LLAMA_DGE_ERR_MEMORY;
-        }
-    }
-
-    const std::vector<uint32_t> cells(tail.begin() + (parked.n_rows - seq.pos_min), tail.end());
-
-    for (size_t i = 0; i < layers.size(); ++i) {
-        park_layer(parked.layers[i], parked.n_rows, i, seq_id, cells);
-    }
-
-    parked.n_rows = n_rows;
-
-    return LLAMA_DGE_OK;
+    return llama_dge_park_more(kv, seq_id, store, { tail.begin() + (store.n_rows - seq.pos_min), tail.end() });
 }
 
-llama_dge_choice_ptr llama_dge::new_choice(llama_context & lctx, llama_seq_id seq_id, int32_t n_rows) {
-    const auto & seq     = seqs[seq_id];
-    const auto & hparams = kv.hparams;
+llama_dge_selection_ptr llama_dge::new_selection(llama_seq_id seq_id, int32_t n_rows) {
+    const auto & seq = seqs[seq_id];
 
-    llama_dge_choice_ptr res(new llama_dge_choice(hparams));
+    llama_dge_selection_ptr res(new llama_dge_selection(kv, seq.store));
 
-    res->parked     = seq.parked;
-    res->n_rows     = n_rows;
-    res->n_q        = params.window;
-    res->flash_attn = lctx.get_cparams().flash_attn;
+    res->n_rows = n_rows;
+    res->n_q    = settings.window;
 
-    select_input(n_rows, params.resolve_budget(seq.n_prompt), res->input);
+    select_input(n_rows, settings.resolve_budget(seq.n_prompt), res->input);
 
-    if (!llama_dge_needs_attention(params.sel)) {
+    if (!llama_dge_needs_attention(settings.sel)) {
         return res;
     }
 
     // the ring is new, or the sequence a copy: some more tokens will fill it
-    if (!captured(seq_id, n_rows - params.window, n_rows)) {
+    if (!ring->has(seq_id, n_rows - settings.window, n_rows)) {
         res->status = LLAMA_DGE_NOTHING_TO_EVICT;
         return res;
     }
 
-    for (size_t i = 0; i < layers.size(); ++i) {
+    for (size_t i = 0; i < kv.n_layer(); ++i) {
+        const auto & attn   = layers[i].attn;
+        const auto & shape  = kv.layer(i);
+        const size_t n_embd = shape.n_embd_head_k;
+
         if (!layers[i].seen || layers[i].has_bias) {
             res->status = LLAMA_DGE_ERR_UNSUPPORTED;
             return res;
         }
 
-        auto & layer = res->layers.emplace_back();
+        std::vector<float> q(shape.n_embd_q() * res->n_q);
+        std::vector<float> row(shape.n_embd_q());
 
-        layer.il          = layers[i].il;
-        layer.n_embd_head = hparams.n_embd_head_k(layer.il);
-        layer.n_head      = hparams.n_head(layer.il);
-        layer.n_head_kv   = hparams.n_head_kv(layer.il);
-        layer.type_k      = kv.layers[i].k->type;
-        layer.kq_scale    = layers[i].kq_scale;
+        for (int32_t j = 0; j < res->n_q; ++j) {
+            ring->read(i, seq_id, n_rows - res->n_q + j, row.data());
 
-        layer.q.resize(layer.n_head * res->n_q * layer.n_embd_head);
-
-        std::vector<float> row(layer.n_head * layer.n_embd_head);
-
-        for (int64_t j = 0; j < res->n_q; ++j) {
-            const llama_pos pos = n_rows - res->n_q + j;
-
-            ggml_backend_tensor_get(layers[i].ring, row.data(),
-                    ((size_t) seq_id * n_ring + pos % n_ring) * layers[i].ring->nb[1], row.size() * sizeof(float));
-
-            for (int64_t h = 0; h < layer.n_head; ++h) {
-                memcpy(layer.q.data() + (h * res->n_q + j) * layer.n_embd_head, row.data() + h * layer.n_embd_head,
-                        layer.n_embd_head * sizeof(float));
+            for (int64_t h = 0; h < shape.n_head; ++h) {
+                memcpy(q.data() + (h * res->n_q + j) * n_embd, row.data() + h * n_embd, n_embd * sizeof(float));
             }
         }
 
-        if (layers[i].sinks) {
-            layer.sinks.resize(ggml_nelements(layers[i].sinks));
-            ggml_backend_tensor_get(layers[i].sinks, layer.sinks.data(), 0, ggml_nbytes(layers[i].sinks));
+        std::vector<float> sinks;
+
+        if (attn.sinks) {
+            sinks.resize(ggml_nelements(attn.sinks));
+            ggml_backend_tensor_get(attn.sinks, sinks.data(), 0, ggml_nbytes(attn.sinks));
         }
+
+        res->add_layer(attn, std::move(q), std::move(sinks));
     }
 
     if (!scorers.empty()) {
         res->scorer = std::move(scorers.back());
         scorers.pop_back();
     } else {
-        res->scorer = llama_dge_new_scratch();
+        res->scorer = llama_dge_cpu_scorer::create();
     }
 
     if (!res->scorer) {
@@ -182,215 +102,167 @@ llama_dge_choice_ptr llama_dge::new_choice(llama_context & lctx, llama_seq_id se
         return res;
     }
 
-    auto * backend = res->scorer->backend.get();
-    auto * reg     = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
-
-    const auto set_n_threads =
-            (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
-    const auto set_abort = (ggml_backend_set_abort_callback_t) ggml_backend_reg_get_proc_address(
-            reg, "ggml_backend_set_abort_callback");
-
-    if (set_n_threads) {
-        set_n_threads(backend, lctx.n_threads());
-    }
-    if (set_abort) {
-        // the user's callback is not called from a thread that the user does not know of
-        if (params.recall_async) {
-            set_abort(backend, [](void * data) { return ((std::atomic<bool> *) data)->load(); }, &res->cancel);
-        } else {
-            set_abort(backend, lctx.abort_callback, lctx.abort_callback_data);
-        }
+    // the user's callback is not called from a thread that the user does not know of
+    if (settings.recall_async) {
+        res->scorer->configure(
+                ctx.n_threads(), [](void * data) { return ((std::atomic<bool> *) data)->load(); }, &res->cancel);
+    } else {
+        res->scorer->configure(ctx.n_threads(), ctx.abort_callback(), ctx.abort_data());
     }
 
     return res;
 }
 
-void llama_dge::end_choice(llama_dge_choice_ptr choice) {
-    if (choice && choice->scorer) {
-        choice->wait();
-        scorers.push_back(std::move(choice->scorer));
+void llama_dge::end_selection(llama_dge_selection_ptr selection) {
+    if (selection && selection->scorer) {
+        selection->wait();
+        scorers.push_back(std::move(selection->scorer));
     }
 }
 
-int32_t llama_dge::held_mass(llama_dge_choice & choice, llama_seq_id seq_id, float & mass) const {
-    const auto & seq = seqs[seq_id];
-
-    const size_t n_step = std::max<size_t>(1, layers.size() / LLAMA_DGE_AUTO_LAYERS);
-
-    double held  = 0.0;
-    size_t n_all = 0;
-
-    std::vector<float> scores;
-
-    // the last layers of equal parts of the model
-    for (size_t i = n_step - 1; i < layers.size(); i += n_step) {
-        const int32_t status = choice.score(i, 1, scores);
-        if (status != LLAMA_DGE_OK) {
-            return status;
-        }
-
-        const size_t n_keys = choice.n_rows;
-
-        for (size_t ih = 0; ih < seq.kept[i].size(); ++ih) {
-            const float * row = scores.data() + ih * n_keys;
-
-            for (const int32_t r : seq.kept[i][ih]) {
-                held += row[r];
-            }
-            for (size_t r = seq.pos_min; r < n_keys; ++r) {
-                held += row[r];
-            }
-            n_all++;
-        }
-    }
-
-    mass = (float) (held / n_all);
-
-    return LLAMA_DGE_OK;
-}
-
-//
-// move
-//
-
-int32_t llama_dge::refresh(llama_context & lctx, llama_seq_id seq_id) {
+int32_t llama_dge::recall(llama_seq_id seq_id) {
     auto & seq = seqs[seq_id];
 
     const int64_t t0 = ggml_time_us();
 
-    ggml_backend_sched_synchronize(lctx.get_sched());
+    ctx.wait();
 
     std::vector<uint32_t> slots;
     std::vector<uint32_t> tail;
 
-    int32_t status = map_cut_cells(seq_id, slots, tail);
+    const auto map = [&] {
+        return kv.map_evicted(seq_id, llama_dge_capacity(seq.kept), seq.pos_min, slots, tail);
+    };
+
+    int32_t status = map();
     if (status != LLAMA_DGE_OK) {
         return status;
     }
 
-    // a thread may have chosen since
-    auto choice = std::move(choices[seq_id]);
+    // a thread may have selected since
+    if (auto selection = std::move(selections[seq_id])) {
+        selection->wait();
 
-    if (choice) {
-        choice->wait();
+        on(seq_id, LLAMA_DGE_EVENT_SELECTED);
 
-        status = choice->status;
+        status = selection->status;
         if (status == LLAMA_DGE_OK) {
-            status = take(*choice, seq_id, slots, tail);
+            status = apply(*selection, seq_id, slots, tail);
         }
 
-        end_choice(std::move(choice));
+        end_selection(std::move(selection));
 
         if (status == LLAMA_DGE_OK) {
-            status = map_cut_cells(seq_id, slots, tail);
+            status = map();
         }
         if (status != LLAMA_DGE_OK) {
             return status;
         }
     }
 
-    status = park_append(seq_id, tail);
+    status = park_tail(seq_id, tail);
     if (status != LLAMA_DGE_OK) {
         return status;
     }
 
-    const int32_t n_rows = seq.parked->n_rows;
-    const int32_t n_past = n_rows - params.window;
+    const int32_t n_rows = seq.store->n_rows;
+    const int32_t n_past = n_rows - settings.window;
 
-    if (n_past < seq.pos_min || n_rows <= params.resolve_budget(seq.n_prompt)) {
-        seq.n_checked = n_rows;
+    if (n_past < seq.pos_min || n_rows <= settings.resolve_budget(seq.n_prompt)) {
+        seq.n_selected = n_rows;
         return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
-    choice = new_choice(lctx, seq_id, n_rows);
-    status = choice->status;
+    auto selection = new_selection(seq_id, n_rows);
 
-    if (status == LLAMA_DGE_OK && choice->scorer && params.recall == LLAMA_DGE_RECALL_AUTO &&
-            n_rows < seq.n_before + LLAMA_DGE_AUTO_MAX) {
+    status = selection->status;
+
+    if (status == LLAMA_DGE_OK && selection->scorer && settings.recall == LLAMA_DGE_RECALL_AUTO &&
+            n_rows < seq.stats.n_before + LLAMA_DGE_AUTO_MAX) {
         float mass = 0.0f;
 
-        status = held_mass(*choice, seq_id, mass);
+        status = selection->held_mass(seq.kept, seq.pos_min, mass);
 
-        seq.n_checks += status == LLAMA_DGE_OK;
+        seq.stats.n_checks += status == LLAMA_DGE_OK;
 
         // how much a budget can hold differs from model to model and text to text, so a fall counts and not a level
-        if (status == LLAMA_DGE_OK && seq.mass >= 0.0f && mass >= params.recall_mass * seq.mass) {
+        if (status == LLAMA_DGE_OK && seq.mass >= 0.0f && mass >= settings.recall_mass * seq.mass) {
             status = LLAMA_DGE_NOTHING_TO_EVICT;
         }
     }
 
-    if (status == LLAMA_DGE_OK && params.recall_async) {
-        seq.n_checked = n_rows;
-        seq.t_recall_us += ggml_time_us() - t0;
+    if (status == LLAMA_DGE_OK && settings.recall_async) {
+        seq.n_selected = n_rows;
+        seq.stats.t_recall_us += ggml_time_us() - t0;
 
-        choice->start();
-        choices[seq_id] = std::move(choice);
+        on(seq_id, LLAMA_DGE_EVENT_SELECT);
+
+        selection->start();
+        selections[seq_id] = std::move(selection);
 
         return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
     if (status == LLAMA_DGE_OK) {
-        choice->run();
-        status = choice->status;
+        selection->run();
+        status = selection->status;
     }
     if (status == LLAMA_DGE_OK) {
-        status = take(*choice, seq_id, slots, tail);
+        status = apply(*selection, seq_id, slots, tail);
     }
 
-    end_choice(std::move(choice));
+    end_selection(std::move(selection));
 
     if (status >= 0) {
-        seq.n_checked = n_rows;
-        seq.t_recall_us += ggml_time_us() - t0;
+        seq.n_selected = n_rows;
+        seq.stats.t_recall_us += ggml_time_us() - t0;
     }
 
     return status;
 }
 
-int32_t llama_dge::take(llama_dge_choice & choice, llama_seq_id seq_id, std::vector<uint32_t> & slots,
+int32_t llama_dge::apply(llama_dge_selection & selection, llama_seq_id seq_id, const std::vector<uint32_t> & slots,
         const std::vector<uint32_t> & tail) {
     auto & seq = seqs[seq_id];
 
-    int32_t status = bias_reserve(choice.chosen);
-    if (status == LLAMA_DGE_OK) {
-        status = place(seq_id, slots, tail, choice.chosen, choice.input.n_past);
-    }
+    int32_t status = bias.reserve(selection.chosen);
     if (status != LLAMA_DGE_OK) {
         return status;
     }
 
-    seq.n_recalls++;
+    const int32_t n_past = selection.input.n_past;
 
-    bias_changed(seq_id);
+    const auto moved = llama_dge_replace(
+            place(), seq_id, slots, tail, seq.pos_min, seq.kept, selection.chosen, n_past, *seq.store);
 
-    // an estimate that fails (out of memory) makes the next look choose
+    status = settle(seq_id, moved);
+    if (status != LLAMA_DGE_OK) {
+        return status;
+    }
+
+    const int32_t n_rows = seq.pos_min + (int32_t) tail.size();
+
+    seq.pos_min  = n_past;
+    seq.boundary = n_rows - 1;
+
+    auto & stats = seq.stats;
+
+    stats.n_before   = n_rows;
+    stats.n_after    = llama_dge_capacity(seq.kept) + (n_rows - n_past);
+    stats.n_draft    = n_rows - seq.n_prompt;
+    stats.bytes_kept = kv.kept_bytes(seq.kept, n_rows - n_past);
+    stats.n_moved += moved.n_rows;
+    stats.n_recalls++;
+
+    bias.set(seq_id, &seq.kept, seq.pos_min);
+
+    // an estimate that fails (out of memory) makes the next check select
     seq.mass = -1.0f;
 
-    if (choice.scorer && params.recall == LLAMA_DGE_RECALL_AUTO &&
-            held_mass(choice, seq_id, seq.mass) != LLAMA_DGE_OK) {
+    if (selection.scorer && settings.recall == LLAMA_DGE_RECALL_AUTO &&
+            selection.held_mass(seq.kept, seq.pos_min, seq.mass) != LLAMA_DGE_OK) {
         seq.mass = -1.0f;
     }
 
     return LLAMA_DGE_OK;
-}
-
-void llama_dge::park_truncate(llama_seq_id seq_id, llama_pos p0) {
-    auto & seq = seqs[seq_id];
-
-    if (!seq.parked) {
-        return;
-    }
-
-    // rows of the draft that go do not come back
-    seq.n_exact = std::min(seq.n_exact, p0);
-
-    if (p0 >= seq.parked->n_rows || !seq.parked->path.empty()) {
-        return;
-    }
-
-    // these rows are among the parked ones, and perhaps among those that a thread chooses from
-    end_choice(std::move(choices[seq_id]));
-
-    seq.parked->n_rows = p0;
-    seq.n_checked      = std::min(seq.n_checked, p0);
 }
