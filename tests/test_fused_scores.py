@@ -36,8 +36,7 @@ def test_operation_of_scores(new_context: ContextFactory, scored_by: str, policy
     # once per layer: while the prompt is evaluated, or at the cut
     assert n_prefill == (n_layer if scored_by == "fused" and policy == "h2o" else 0)
     assert names.count("ATTN_SCORE") == (n_layer if scored_by == "fused" else 0)
-    assert names.count("POOL_2D") == (n_layer if scored_by == "graph" and policy == "snapkv" else 0)
-    assert names.count("OUT_PROD") == (n_layer if scored_by == "graph" and policy == "h2o" else 0)
+    assert names.count("POOL_2D") == (n_layer if scored_by == "graph" else 0)
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])
@@ -92,8 +91,8 @@ def test_cells_among_those_of_others(zoo: Zoo, new_context: ContextFactory, n_se
             assert disagreement(row, positions, 32) <= 2e-5
 
 
-def test_a_choice_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: ContextFactory, scored_by: str) -> None:
-    """The operation does, so it acts on a fall that is there, and on no other; the graph rounds the queries, too."""
+def test_a_selection_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: ContextFactory) -> None:
+    """A product in the type of the keys would round the queries and reorder close entries."""
     s = Settings(scores="policy", budget=40, window=8)
     context = new_context(
         "one",
@@ -117,7 +116,7 @@ def test_a_choice_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: Contex
                 n_all += 1
         reference.step([token])
     assert n_all > 40
-    assert (n_same >= 0.95 * n_all) == (scored_by == "fused"), (n_same, n_all)
+    assert n_same >= 0.95 * n_all, (n_same, n_all)
 
 
 @pytest.mark.slow

@@ -115,9 +115,14 @@ llama_memory_context_ptr llama_dge_memory::init_batch(llama_batch_allocr & ballo
     if (!dge.batch_begins(balloc.get_batch())) {
         return nullptr; // llama_decode() returns -2
     }
-    if (dge.elastic.wanted() > 0) {
-        return std::make_unique<llama_dge_update_context>(); // llama_decode() updates the memory and asks once more
+    // llama_decode() updates the memory and asks once more
+    if (dge.elastic.wanted() > 0 && !asked) {
+        asked = true;
+        return std::make_unique<llama_dge_update_context>();
     }
+
+    asked = false;
+    dge.elastic.set_batch({});
 
     auto res = memory->init_batch(balloc, n_ubatch, embd_all);
 

@@ -40,6 +40,8 @@ public:
 private:
     llama_memory_ptr memory;
 
+    bool asked = false; // the batch at hand has asked for more cells
+
 public:
     llama_dge dge; // destroyed before the memory that it refers to
 };

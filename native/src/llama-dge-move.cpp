@@ -54,7 +54,7 @@ llama_dge_moved llama_dge_compact(const llama_dge_place & where, llama_seq_id se
 
     for (size_t i = 0; i < smaller.size(); ++i) {
         if (!kv.alloc_layer(i, n_cells, smaller[i])) {
-            LLAMA_LOG_WARN("%s: no memory for smaller buffers, the cache keeps its size\n", __func__);
+            LLAMA_LOG_WARN("%s: no memory for smaller buffers, entries move in the old ones\n", __func__);
             smaller.clear();
         }
     }
@@ -140,7 +140,7 @@ llama_dge_moved llama_dge_compact(const llama_dge_place & where, llama_seq_id se
         where.lctx.request_reserve();
     }
 
-    LLAMA_LOG_DEBUG("%s: %zu of %zu layers compacted on a device\n", __func__, device.n_taken(), kept.size());
+    LLAMA_LOG_DEBUG("%s: rows of %zu of %zu layers gathered on a device\n", __func__, device.n_taken(), kept.size());
 
     return res;
 }
