@@ -8,6 +8,7 @@ hardly move the logits, and the tests could not fail.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,8 @@ def make_weights(spec: ModelSpec) -> TinyModel:
     )
 
 
-def write_gguf(model: TinyModel, path: Path) -> Path:
-    """Write a model with a byte-level SentencePiece vocabulary; returns the path."""
+def write_gguf(model: TinyModel, path: Path, metadata: Mapping[str, str | int] | None = None) -> Path:
+    """Write a model with a byte-level SentencePiece vocabulary, and more metadata; returns the path."""
     spec = model.spec
     writer: Any = gguf.GGUFWriter(str(path), "llama")
     writer.add_name(spec.name)
@@ -144,6 +145,9 @@ def write_gguf(model: TinyModel, path: Path) -> Path:
     writer.add_eos_token_id(TOKEN_EOS)
     writer.add_add_bos_token(True)
     writer.add_add_space_prefix(False)
+
+    for key, value in (metadata or {}).items():
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
 
     writer.add_tensor("token_embd.weight", model.embd)
     writer.add_tensor("output.weight", model.output)

@@ -35,9 +35,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "serve",
         help="OpenAI-compatible server",
-        description="llama-cpp-python's OpenAI-compatible server with eviction. A request may have a field dge of its "
-        "own: false, true, or an object of settings. Every setting can be given by an environment variable, too: "
-        """DGE='{"budget": 512}'. GET /metrics has counters for Prometheus.""",
+        description="A server that speaks OpenAI's API, with eviction. A request may have a field dge of its own: "
+        "false, true, or an object of settings. Settings are those of llama-cpp-python's server and our own; each can "
+        """be given by an environment variable as well: DGE='{"budget": 512}'. GET /metrics has counters for """
+        "Prometheus.",
     )
     add_model(parser, optional=True)
     parser.add_argument("--config", metavar="FILE", help="server and models as JSON or YAML, in place of MODEL")
@@ -55,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other setting of llama-cpp-python's server, such as n_batch=256; may be repeated",
+        help="any other setting of the server or the model, such as n_batch=256; may be repeated",
     )
     parser.add_argument("--dge", metavar="JSON", help="settings of eviction: true, false or '{\"budget\": 512}'")
     parser.add_argument("--full", action="store_true", help="keep the full cache, as --dge false")
@@ -66,7 +67,6 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        from llama_cpp.server.app import get_server_settings
         from yaml import YAMLError  # type: ignore[import-untyped]
 
         from .. import server
@@ -90,9 +90,7 @@ def _run(args: argparse.Namespace) -> int:
         raise CLIError(_text(error)) from error
     finally:
         progress.clear()
-    settings = next(get_server_settings())  # type: ignore[no-untyped-call]
-    if settings is None:
-        raise CLIError("the server has no settings")
+    settings = app.state.engine.settings
     host = args.host if args.host is not None else settings.host
     port = args.port if args.port is not None else settings.port
     return _serve(app, host, port, args.verbose, settings.ssl_keyfile, settings.ssl_certfile)
@@ -181,7 +179,10 @@ def _text(error: Exception) -> str:
     from pydantic import ValidationError
 
     if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        problems = (
+            (".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()
+        )
+        return "; ".join(f"{where}: {text}" for where, text in problems)
     return str(error)
 
 
@@ -207,9 +208,9 @@ def _serve(app: FastAPI, host: str, port: int, verbose: bool, ssl_keyfile: str |
                 found = self.servers[0].sockets[0].getsockname()[1]
                 print(f"llama-dge serve: {scheme}://{name}:{found}/v1, Ctrl-C ends it", file=sys.stderr, flush=True)
 
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            app.state.llama_dge.stopping.set()  # answers end with the next token
-            super().handle_exit(sig, frame)
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            app.state.engine.stop()  # answers end with the next token
+            await super().shutdown(sockets=sockets)
 
     server = Server(config)
     try:
@@ -217,5 +218,5 @@ def _serve(app: FastAPI, host: str, port: int, verbose: bool, ssl_keyfile: str |
     except KeyboardInterrupt:
         pass  # uvicorn passes the signal on when everything is closed
     finally:
-        app.state.llama_dge.close()
+        app.state.engine.close()
     return 0 if server.started else 1

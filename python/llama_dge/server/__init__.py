@@ -1,4 +1,4 @@
-"""llama-cpp-python's OpenAI-compatible server with `llama_dge.Llama`; needs ``pip install llama-dge[server]``.
+"""A server that speaks OpenAI's API, with eviction; needs ``pip install llama-dge[server]``.
 
 ``llama-dge serve`` runs it. ``uvicorn --factory llama_dge.server:create_app`` does, too, with the settings of the
 environment.

@@ -8,22 +8,24 @@ _COUNTERS = {
     "requests": "Requests for a completion, by outcome.",
     "prompt_tokens": "Tokens of prompts.",
     "completion_tokens": "Tokens of answers.",
-    "cuts": "Prompts whose cache was cut.",
-    "rows_evicted": "Rows per layer and KV head that cuts removed.",
-    "restores": "Prompts that got rows of an earlier one back.",
-    "rows_restored": "Rows per layer and KV head that these got.",
-    "refreshes": "Choices of the rows after a cut.",
+    "evictions": "Prompts whose cache was evicted.",
+    "rows_evicted": "Entries per layer and KV head that evictions removed.",
+    "restores": "Prompts for which the host copy of an earlier one was put back.",
+    "rows_restored": "Entries per layer and KV head that restores put back.",
+    "recalls": "Selections after an eviction.",
     "request_seconds": "Seconds in which requests were answered, without waiting for others.",
-    "cut_seconds": "Seconds of cuts, parking included.",
+    "eviction_seconds": "Seconds of evictions, the host copy included.",
     "restore_seconds": "Seconds of restores.",
-    "refresh_seconds": "Seconds of choices after a cut.",
+    "recall_seconds": "Seconds of selections after an eviction.",
 }
 _GAUGES = {
     "weights_bytes": "Bytes of the model.",
-    "kv_bytes": "Bytes of the cache that can be cut.",
+    "kv_bytes": "Bytes of the cache that can be evicted.",
     "kv_max_bytes": "Bytes of the same at its full size.",
-    "parked_bytes": "Bytes of rows that wait for a later prompt.",
+    "parked_bytes": "Bytes of host copies.",
     "compute_bytes": "Bytes of the graphs' buffers.",
+    "requests_running": "Requests that are being answered.",
+    "requests_waiting": "Requests in the queue.",
 }
 OUTCOMES = ("ok", "error", "cancelled")
 
@@ -53,7 +55,7 @@ class Metrics:
             self._outcomes[outcome] += 1
 
     def text(self) -> str:
-        """All of them in the text format, version 0.0.4."""
+        """Return all of them in the text format, version 0.0.4."""
         lines = []
         with self._lock:
             for name, text in _COUNTERS.items():
