@@ -20,6 +20,7 @@ import pytest
 import llama_dge  # noqa: F401  # first: it decides which libllama llama_cpp loads
 from reference.driver import Context, NativeModel
 from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
+from reference.instances import Instances, instances
 from reference.models import ZOO, TinyModel, make_weights, write_gguf
 from reference.scenario import F32, cut_after
 
@@ -57,6 +58,13 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zoo]:
     models = Zoo(tmp_path_factory.mktemp("models"))
     yield models
     models.close()
+
+
+@pytest.fixture
+def new_llm(zoo: Zoo) -> Iterator[Instances]:
+    """Makes instances of llama_dge.Llama: new_llm(dge={"budget": 32}, model="one", n_ctx=512)."""
+    with instances(zoo["g2"].path, zoo) as made:
+        yield made
 
 
 ContextFactory = Callable[..., Context]

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from llama_dge import Llama
 from llama_dge._library import lib_dir
-
-if TYPE_CHECKING:
-    from conftest import Zoo
+from reference.instances import Instances, greedy
 
 pytestmark = pytest.mark.cuda_link
 
 LIB = lib_dir()
 
 PROMPT = list(range(40, 240))
-
-
-def answer(path: Path, **options: Any) -> tuple[list[int], Any]:
-    """Tokens of a greedy answer, and the instance."""
-    llm = Llama(str(path), n_ctx=512, n_threads=1, seed=1, verbose=False, **options)
-    tokens: list[int] = []
-    for token in llm.generate(PROMPT, temp=0.0):
-        tokens.append(token)
-        if len(tokens) == 12:
-            break
-    return tokens, llm
 
 
 def test_the_backend_is_registered() -> None:
@@ -51,12 +35,12 @@ def test_our_kernels_are_in_the_library(kernel: bytes) -> None:
     assert kernel in (LIB / "libggml-cuda.so").read_bytes()
 
 
-def test_a_cut_with_this_build(zoo: Zoo) -> None:
-    """A budget for all rows is the full cache; a small one is kept."""
-    path = zoo["g2"].path
-    full, _ = answer(path)
+def test_an_eviction_with_this_build(new_llm: Instances) -> None:
+    """A budget for all entries is the full cache; a small one is kept."""
+    full = greedy(new_llm(n_ctx=512), PROMPT, 12)
     assert len(full) == 12
-    assert answer(path, dge={"budget": 512})[0] == full
-    _, llm = answer(path, dge={"budget": 48, "draft_tokens": 2})
+    assert greedy(new_llm({"budget": 512}, n_ctx=512), PROMPT, 12) == full
+    llm = new_llm({"budget": 48, "draft_tokens": 2}, n_ctx=512)
+    greedy(llm, PROMPT, 12)
     stats = llm.dge_stats
     assert (stats.error, stats.rows_before, stats.rows_after) == (None, len(PROMPT) + 1, 49)

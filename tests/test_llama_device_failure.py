@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from llama_dge import DGEError
 from reference.faults import failing_move
-from reference.instances import Instances, greedy, instances
+from reference.instances import Instances, greedy
 from reference.scenario import tokens_of
-
-if TYPE_CHECKING:
-    from conftest import Zoo
 
 PROMPT = tokens_of(150, 0)
 DGE: dict[str, Any] = {"budget": 32, "draft_tokens": 3}
@@ -24,12 +20,10 @@ MESSAGE = r"sequence was cleared: evaluate its prompt again \(status -13\)"
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
-@pytest.fixture(params=["cpu", "host"])
-def new_llm(zoo: Zoo, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Instances]:
-    """Rows of a cut are moved by graphs, as on a device, or by the host."""
+@pytest.fixture(params=["cpu", "host"], autouse=True)
+def moved_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are moved by graphs, as on a device, or by the host."""
     monkeypatch.setenv("LLAMA_DGE_GATHER", request.param)
-    with instances(zoo["g2"].path) as made:
-        yield made
 
 
 def assert_cleared(llm: Any) -> None:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import pytest
 from llama_cpp.llama_speculative import LlamaDraftModel
 
-from reference.instances import Instances, instances, set_abort
+from reference.instances import Instances, set_abort
 from reference.models import token_of
-
-if TYPE_CHECKING:
-    from conftest import Zoo
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 BUDGET, DRAFT = 32, 3
 N_CTX, LONGEST = 512, 200
-
-
-@pytest.fixture
-def new_llm(zoo: Zoo) -> Iterator[Instances]:
-    with instances(zoo["one"].path) as made:
-        yield made
 
 
 class Guess(LlamaDraftModel):
@@ -240,6 +231,7 @@ def test_random_requests(new_llm: Instances, recall: int | str, overlap: bool, l
         # f32: batches of another size must not tip the scales between two tokens
         return new_llm(
             dge,
+            "one",
             n_ctx=N_CTX,
             n_batch=96,
             logits_all=logits_all,

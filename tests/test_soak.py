@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from llama_dge import Llama
+from reference.instances import Instances
 from reference.models import token_of
 
 if TYPE_CHECKING:
@@ -172,12 +173,12 @@ def test_parked_in_files(zoo: Zoo, tmp_path: Path, report: Callable[[str], None]
 
 
 @pytest.mark.parametrize("recall", [4, "auto"])
-def test_a_long_answer(zoo: Zoo, report: Callable[[str], None], recall: int | str) -> None:
+def test_a_long_answer(new_llm: Instances, report: Callable[[str], None], recall: int | str) -> None:
     """4,000 tokens at a budget of 256 rows: time of a step, rows and memory of the cache stay what they were."""
     n, budget = 4000, 256
     # a share that is seldom missed, so that "auto" mostly chooses when it must, after 8 tokens
     dge = {"budget": budget, "draft_tokens": 2, "recall": recall, "recall_mass": 0.2}
-    llm = Llama(str(zoo["g2"].path), dge=dge, n_ctx=5120, n_threads=1, n_threads_batch=1, verbose=False)
+    llm = new_llm(dge, n_ctx=5120)
     rng = random.Random(1)
     prompt = [token_of(chr(rng.randrange(0x21, 0x7F))) for _ in range(600)]
     times, rss, cells, rows = [], [], [], []

@@ -18,6 +18,7 @@ import test_mask_equivalence
 import test_recall
 from reference import driver
 from reference.forward import nmse
+from reference.instances import Instances
 from reference.policies import Settings
 from reference.scenario import cut_after, decode_each, prefill_and_arm, tokens_of
 from test_kept_sets import test_draft_scores_follow_the_draft as test_draft_scores_follow_the_draft
@@ -195,27 +196,23 @@ def test_h2o_sums_on_the_device(zoo: Zoo, new_context: ContextFactory) -> None:
 
 
 @pytest.mark.parametrize("cache", [(False, "f16"), (True, "f16"), (True, "q8_0")], ids=str)
-def test_a_whole_model(cache: tuple[bool, str]) -> None:
+def test_a_whole_model(new_llm: Instances, cache: tuple[bool, str]) -> None:
     """SmolLM2-135M, all layers on the device: the rows and the answer are those of the CPU."""
-    from llama_dge import Llama
     from llama_dge.models import fetch, read_manifest
 
-    path = str(fetch(read_manifest()["smollm2-135m"]))
+    path = fetch(read_manifest()["smollm2-135m"])
     kind = driver.GGML_TYPES[cache[1]]
     prompt = "The capital of Italy is Rome. " + "Grass is green and the sky is blue. " * 8 + "The capital of Italy is"
     answers, kept = [], []
     for layers in (0, 99):
-        llm = Llama(
+        llm = new_llm(
+            {"budget": 40, "draft_tokens": 3},
             path,
             n_ctx=512,
             n_gpu_layers=layers,
-            n_threads=1,
-            n_threads_batch=1,
             flash_attn=cache[0],
             type_k=kind,
             type_v=kind if cache[0] else driver.GGML_TYPES["f16"],
-            dge={"budget": 40, "draft_tokens": 3},
-            verbose=False,
         )
         answers.append(llm(prompt, max_tokens=8, temperature=0)["choices"][0]["text"])
         assert llm.dge_stats.rows_after < llm.dge_stats.rows_before, llm.dge_stats.error

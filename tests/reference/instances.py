@@ -6,25 +6,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
 from llama_dge import Llama
 
+if TYPE_CHECKING:
+    from conftest import Zoo
+
 CUT = {"budget": 32, "draft_tokens": 3}
 
 
 class Instances:
-    """Makes instances and closes them: make(dge=..., path, **settings of llama_cpp.Llama)."""
+    """Makes instances and closes them: new_llm(dge=..., model=..., **settings of llama_cpp.Llama).
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Parameters
+    ----------
+    model
+        File of the model that is used unless a call names another one.
+    zoo
+        What finds a model that a call gives by its name.
+    """
+
+    def __init__(self, model: Path, zoo: Zoo | None = None) -> None:
+        self.model, self.zoo = model, zoo
         self.made: list[Any] = []
 
-    def __call__(self, dge: Any = None, path: Path | None = None, **settings: Any) -> Any:
+    def __call__(self, dge: Any = None, model: str | Path | None = None, cls: Any = Llama, **settings: Any) -> Any:
+        if isinstance(model, str):
+            assert self.zoo is not None
+            model = self.zoo[model].path
+        if cls is Llama:
+            settings["dge"] = dge
         settings = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 3, **settings}
-        self.made.append(Llama(str(path or self.path), dge=dge, **settings))
+        self.made.append(cls(str(model or self.model), **settings))
         return self.made[-1]
 
     def close(self) -> None:
@@ -34,8 +50,8 @@ class Instances:
 
 
 @contextmanager
-def instances(path: Path) -> Iterator[Instances]:
-    made = Instances(path)
+def instances(model: Path, zoo: Zoo | None = None) -> Iterator[Instances]:
+    made = Instances(model, zoo)
     try:
         yield made
     finally:
