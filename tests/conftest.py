@@ -19,10 +19,10 @@ import pytest
 
 import llama_dge  # noqa: F401  # first: it decides which libllama llama_cpp loads
 from reference.driver import Context, NativeModel
-from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
+from reference.evicted import N_BEFORE, N_PROMPT, SETTINGS, TOKENS
 from reference.instances import Instances, instances
 from reference.models import ZOO, TinyModel, make_weights, write_gguf
-from reference.scenario import F32, cut_after
+from reference.scenario import F32, evict_after
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,12 @@ def scored_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def cut_context(new_context: ContextFactory) -> Callable[..., Context]:
-    """Makes a context with a cut sequence 0 and 5 rows after the cut."""
+def evicted_context(new_context: ContextFactory) -> Callable[..., Context]:
+    """Makes a context with an evicted sequence 0 and 5 rows after the eviction."""
 
     def make(**settings: Any) -> Context:
         context = new_context("g2", **{**F32, "dge": SETTINGS.as_params(), **settings})
-        cut_after(context, TOKENS[: N_CUT + 5], N_PROMPT, 2)
+        evict_after(context, TOKENS[: N_BEFORE + 5], N_PROMPT, 2)
         return context
 
     return make

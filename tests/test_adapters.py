@@ -12,7 +12,7 @@ import pytest
 from reference import driver
 from reference.driver import Context
 from reference.models import write_lora
-from reference.scenario import cut_after, prefill_and_arm, tokens_of
+from reference.scenario import evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
@@ -38,20 +38,20 @@ def switch(zoo: Zoo, tmp_path: Path) -> Callable[[Context, bool], None]:
     return run
 
 
-def test_rows_of_other_adapters_are_not_given_back(
+def test_entries_of_other_adapters_are_not_restored(
     new_context: ContextFactory, switch: Callable[[Context, bool], None]
 ) -> None:
     context = new_context("g2", dge={**DGE, "draft_tokens": 1, "park": "ram"})
     switch(context, True)
     prefill_and_arm(context, TOKENS[:N_PROMPT])
     switch(context, False)
-    context.decode([5])  # cuts what was made with the adapter
+    context.decode([5])  # evicts what was made with the adapter
     assert context.info()["state"] == driver.STATE_EVICTED and context.restore(N_PROMPT) == 0
 
     # with the same one all along they are, and after a restore they still count as its own
     context.clear()
     switch(context, True)
-    cut_after(context, TOKENS[:130], N_PROMPT, 0)
+    evict_after(context, TOKENS[:130], N_PROMPT, 0)
     assert context.reuse(150, N_PROMPT) > 0
     switch(context, False)
     assert context.restore(N_PROMPT) == context.reuse(150, N_PROMPT) == 0
@@ -81,7 +81,7 @@ def test_adapters_are_noted_by_sequence(new_context: ContextFactory, switch: Cal
     assert context.reuse(130, N_PROMPT, 0) > 0
 
 
-def test_adapters_are_not_forgotten_while_the_rows_are_there(
+def test_adapters_are_not_forgotten_while_the_entries_are_there(
     new_context: ContextFactory, switch: Callable[[Context, bool], None]
 ) -> None:
     def new(n: int) -> Context:

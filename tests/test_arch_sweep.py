@@ -26,7 +26,7 @@ from arch_sweep.table import markdown, summary
 from reference.driver import Context, NativeModel
 from reference.scenario import decode_each, prefill_and_arm, tokens_of
 
-SUPPORT = {"done": "support", "result": "ok", "n_cut": 1, "n_layer": 2}
+SUPPORT = {"done": "support", "result": "ok", "n_evicted": 1, "n_layer": 2}
 END = {"end": True}
 
 
@@ -160,7 +160,7 @@ def test_sweep(tiny: dict[str, Path], arch: str) -> None:
     if row.result == REFUSED:
         assert "ALiBi" in row.note
     else:
-        assert row.n_cut and row.nmse is not None and row.nmse <= checks.NMSE_BOUND
+        assert row.n_evicted and row.nmse is not None and row.nmse <= checks.NMSE_BOUND
         assert row.one_row is not None and row.one_row > checks.NMSE_FLOOR
 
 
@@ -168,7 +168,7 @@ def test_sweep(tiny: dict[str, Path], arch: str) -> None:
 @pytest.mark.parametrize("arch", [arch for arch, result in WANT.items() if result == PASSED])
 @pytest.mark.parametrize("shift", [1, -1])
 def test_a_wrong_row_is_seen(tiny: dict[str, Path], monkeypatch: pytest.MonkeyPatch, arch: str, shift: int) -> None:
-    """One row of the reference is another than that of the cut."""
+    """One row of the reference is another than that of the eviction."""
     remove = checks.debug_seq_rm
     monkeypatch.setattr(
         checks, "debug_seq_rm", lambda context, seq, p0, p1: remove(context, seq, p0 + shift, p1 + shift)

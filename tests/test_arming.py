@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from reference import driver
-from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
+from reference.evicted import N_BEFORE, N_PROMPT, SETTINGS, TOKENS
 from reference.forward import nmse
 from reference.policies import Settings
-from reference.scenario import F32, SAME, as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import F32, SAME, as_lists, decode_each, evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
 
 
-def test_decodes_before_the_cut_is_due_are_those_of_a_full_cache(new_context: ContextFactory) -> None:
+def test_decodes_before_the_eviction_are_those_of_a_full_cache(new_context: ContextFactory) -> None:
     s = Settings(budget=32, draft_tokens=10)
     context, plain = new_context("g2", dge=s.as_params()), new_context("g2")
     prefill_and_arm(context, TOKENS[:N_PROMPT])
@@ -58,7 +58,7 @@ def test_return_codes(new_context: ContextFactory) -> None:
         with pytest.raises(RuntimeError, match=str(driver.ERR_PARAMS)):
             context.kept_of(layer, head)
 
-    # new settings drop the captured queries, sequences that were cut stay so
+    # new settings drop the captured queries, sequences that were evicted stay so
     context.enable(**Settings(budget=40, window=16).as_params())
     assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_rows"] == 32
     context.clear()
@@ -69,11 +69,11 @@ def test_return_codes(new_context: ContextFactory) -> None:
 
 @pytest.mark.parametrize("scores", ["draft", "policy", "both"])
 def test_reuse_of_a_prefix(zoo: Zoo, new_context: ContextFactory, scores: str) -> None:
-    """A prompt that builds on an older one: with as much of it as the library allows to keep, the cut is the same."""
+    """A prompt that shares a prefix with an older one: the eviction is the same with as much reused as allowed."""
     s = Settings(budget=32, draft_tokens=3, scores=scores)
     second = [*TOKENS[:100], *tokens_of(30, 15)]
     fresh = new_context("g2", **F32, dge=s.as_params())
-    want = cut_after(fresh, [*second, *TOKENS[:12]], len(second), 2)
+    want = evict_after(fresh, [*second, *TOKENS[:12]], len(second), 2)
     for n_match, n_prompt in ((100, 130), (100, 103), (100, 100), (20, 130)):
         context = new_context("g2", **F32, dge=s.as_params())
         context.decode(TOKENS[:110])
@@ -108,42 +108,42 @@ def test_numbers_that_would_overflow(new_context: ContextFactory) -> None:
 # aborts
 
 
-def test_abort_in_the_cut(new_context: ContextFactory) -> None:
-    """Stopped at any of its steps, the cut leaves the sequence as it was, and a later decode makes it."""
+def test_abort_in_the_eviction(new_context: ContextFactory) -> None:
+    """Stopped at any of its steps, the eviction leaves the sequence as it was, and a later decode makes it."""
     settings = {**F32, "dge": SETTINGS.as_params()}
     once = new_context("g2", **settings)
-    want = cut_after(once, TOKENS, N_PROMPT, 2)
-    n_aborted_cuts = 0
+    want = evict_after(once, TOKENS, N_PROMPT, 2)
+    n_aborted = 0
     for n_calls in [*range(40), *range(40, 400, 20)]:
         context = new_context("g2", **settings)
         prefill_and_arm(context, TOKENS[:N_PROMPT])
-        decode_each(context, TOKENS[N_PROMPT:N_CUT])
+        decode_each(context, TOKENS[N_PROMPT:N_BEFORE])
         calls = count()
         context.set_abort(lambda calls=calls, n_calls=n_calls: next(calls) >= n_calls)
-        context.decode([TOKENS[N_CUT]], check=False)
+        context.decode([TOKENS[N_BEFORE]], check=False)
         context.set_abort(None)
         assert context.rc in (0, 2)
         info = context.info()
         if info["state"] == driver.STATE_ARMED:
-            n_aborted_cuts += 1
+            n_aborted += 1
             assert info["error"] == driver.ERR_ABORTED and info["n_evictions"] == 0
-            assert context.rc == 2 and info["n_rows"] == N_CUT
+            assert context.rc == 2 and info["n_rows"] == N_BEFORE
         else:
             assert info["state"] == driver.STATE_EVICTED and info["n_evictions"] == 1
         # after an abort the row of the batch may be there or not; either way the sequence goes on from what is there
         at = context.pos_max() + 1
-        assert at in (N_CUT, N_CUT + 1)
+        assert at in (N_BEFORE, N_BEFORE + 1)
         got = decode_each(context, TOKENS[at:])
         assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_evictions"] == 1
         assert as_lists(context.kept()) == as_lists(once.kept())
-        assert nmse(got, want[at - N_CUT :]) <= SAME
+        assert nmse(got, want[at - N_BEFORE :]) <= SAME
         context.close()
         if next(calls) <= n_calls:
             break  # nothing was stopped: no more steps to stop
-    assert n_aborted_cuts > 3
+    assert n_aborted > 3
 
 
-def test_abort_of_a_forced_cut(new_context: ContextFactory) -> None:
+def test_abort_of_a_forced_eviction(new_context: ContextFactory) -> None:
     context = new_context("g2", **F32, dge=SETTINGS.as_params())
     context.decode(TOKENS[:N_PROMPT])
     before = context.state()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
 
 # policy and budgets
-CUTS = [
+RULES = [
     ("snapkv", "uniform"),
     ("snapkv", "adaptive"),
     ("snapkv", "table"),
@@ -60,8 +60,8 @@ def table_for(spec: ModelSpec, n_prompt: int, least: int) -> tuple[tuple[int, ..
     return tuple(tuple(int(n) for n in heads) for heads in rows)
 
 
-def settings_for(cut: tuple[str, str], spec: ModelSpec, n_prompt: int, **others: Any) -> Settings:
-    policy, budgets = cut
+def settings_for(rule: tuple[str, str], spec: ModelSpec, n_prompt: int, **others: Any) -> Settings:
+    policy, budgets = rule
     if budgets == "table":
         s = Settings(policy=policy, **others)
         least = s.window + (s.sinks if policy == "streamingllm" else 0)
@@ -73,8 +73,8 @@ def settings_for(cut: tuple[str, str], spec: ModelSpec, n_prompt: int, **others:
     return Settings(policy=policy, **others)
 
 
-def cut_id(cut: tuple[str, str]) -> str:
-    return "-".join(cut).replace(" ", "-")
+def rule_id(rule: tuple[str, str]) -> str:
+    return "-".join(rule).replace(" ", "-")
 
 
 def is_uneven(kept: Kept) -> bool:
@@ -113,15 +113,15 @@ def test_adaptive_totals() -> None:
 
 
 @pytest.mark.parametrize("scores", ["draft", "policy", "both"])
-@pytest.mark.parametrize("cut", CUTS, ids=cut_id)
+@pytest.mark.parametrize("rule", RULES, ids=rule_id)
 @pytest.mark.parametrize("model", ["g1", "g3", "g8", "deep"])
 def test_f32_kept_sets_equal_the_reference(
-    zoo: Zoo, new_context: ContextFactory, model: str, cut: tuple[str, str], scores: str
+    zoo: Zoo, new_context: ContextFactory, model: str, rule: tuple[str, str], scores: str
 ) -> None:
     n_prompt, spec = 133, ZOO[model]
     poolings = {"draft": ("none", "max"), "policy": ("max", "avg"), "both": ("avg", "max")}[scores]
     for budget, draft_tokens, pooling in ((48, 1, poolings[0]), (21, 4, poolings[1])):
-        s = settings_for(cut, spec, n_prompt, scores=scores, pooling=pooling, budget=budget, draft_tokens=draft_tokens)
+        s = settings_for(rule, spec, n_prompt, scores=scores, pooling=pooling, budget=budget, draft_tokens=draft_tokens)
         tokens = tokens_of(n_prompt + draft_tokens, budget)
         context = new_context(model, **F32, dge=s.as_params())
         prefill_and_arm(context, tokens[:n_prompt])
@@ -130,17 +130,17 @@ def test_f32_kept_sets_equal_the_reference(
         kept = context.kept()
         reference = evaluated(zoo[model].weights, tokens[:-1], n_prompt)
         assert as_lists(kept) == as_lists(kept_uneven(reference, n_prompt, s))
-        assert is_uneven(kept) == (cut[1] != "uniform")
+        assert is_uneven(kept) == (rule[1] != "uniform")
 
 
 @pytest.mark.parametrize("types", [("f32", "f32"), ("f16", "f16"), ("q8_0", "q8_0")], ids="-".join)
-@pytest.mark.parametrize("cut", [c for c in CUTS if c[1] != "uniform" and c[0] != "streamingllm"], ids=cut_id)
+@pytest.mark.parametrize("rule", [c for c in RULES if c[1] != "uniform" and c[0] != "streamingllm"], ids=rule_id)
 def test_kept_sets_with_flash_attention(
-    zoo: Zoo, new_context: ContextFactory, cut: tuple[str, str], types: tuple[str, str]
+    zoo: Zoo, new_context: ContextFactory, rule: tuple[str, str], types: tuple[str, str]
 ) -> None:
     """Rounding may exchange rows with almost equal scores, and shift a row of an adaptive budget between heads."""
     n_prompt, spec = 133, ZOO["g3"]
-    s = settings_for(cut, spec, n_prompt, scores="both", budget=40, draft_tokens=3)
+    s = settings_for(rule, spec, n_prompt, scores="both", budget=40, draft_tokens=3)
     tokens = tokens_of(n_prompt + 3, 9)
     context = new_context("g3", flash_attn=True, type_k=types[0], type_v=types[1], dge=s.as_params())
     prefill_and_arm(context, tokens[:n_prompt])
@@ -176,7 +176,7 @@ def test_pyramid_over_seven_layers(new_context: ContextFactory, kind: str, n_pro
 # mask equivalence
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "cut": CUTS,
+    "rule": RULES,
     "scores": ["draft", "policy", "both"],
     # flash attention, type of K, type of V; a quantised V needs flash attention
     "cache": [
@@ -195,7 +195,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "batches": ["first", "later", "prompt", "long prompt"],
 }
 
-# tokens per llama_decode() after the cut; flash attention takes another routine from 64 on
+# tokens per llama_decode() after the eviction; flash attention takes another routine from 64 on
 BATCHES = {
     "first": (5,) + (1,) * 20 + (7,),
     "later": (1,) * 12 + (5,) + (1,) * 15,
@@ -217,7 +217,7 @@ def case_id(case: Mapping[str, Any]) -> str:
     flash_attn, type_k, type_v = case["cache"]
     numbers = f"k{case['draft_tokens']}-b{case['budget']}-L{case['n_prompt']}-u{case['n_ubatch']}"
     attention = "fa" if flash_attn else "no_fa"
-    return f"{cut_id(case['cut'])}-{case['scores']}-{case['model']}-{attention}-{type_k}-{type_v}-{numbers}"
+    return f"{rule_id(case['rule'])}-{case['scores']}-{case['model']}-{attention}-{type_k}-{type_v}-{numbers}"
 
 
 def test_every_pair_of_settings_occurs() -> None:
@@ -228,24 +228,28 @@ def test_every_pair_of_settings_occurs() -> None:
                 assert all(((a, x), (b, y)) in covered for x in values_a for y in values_b if is_quick({a: x, b: y}))
 
 
-class CutRun:
-    """A prompt, its draft, the cut, and more tokens in the library; the reference up to the cut."""
+class EvictedRun:
+    """A prompt, its draft, the eviction, and more tokens in the library; the reference up to the eviction."""
 
     def __init__(self, zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any]) -> None:
         flash_attn, type_k, type_v = case["cache"]
         self.spec = ZOO[case["model"]]
         self.n_prompt, self.n_ubatch = case["n_prompt"], case["n_ubatch"]
         self.settings = settings_for(
-            case["cut"],
+            case["rule"],
             self.spec,
             self.n_prompt,
             pooling="none" if case["scores"] == "draft" else "max",
             **{n: case[n] for n in ("scores", "draft_tokens", "budget")},
         )
-        self.n_cut = self.n_prompt + case["draft_tokens"] - 1
+        self.n_before = self.n_prompt + case["draft_tokens"] - 1
         self.sizes = BATCHES[case["batches"]]
-        tokens = tokens_of(self.n_cut + sum(self.sizes), 1)
-        prompt, draft, self.rest = tokens[: self.n_prompt], tokens[self.n_prompt : self.n_cut], tokens[self.n_cut :]
+        tokens = tokens_of(self.n_before + sum(self.sizes), 1)
+        prompt, draft, self.rest = (
+            tokens[: self.n_prompt],
+            tokens[self.n_prompt : self.n_before],
+            tokens[self.n_before :],
+        )
 
         self.context = new_context(
             case["model"],
@@ -279,11 +283,11 @@ class CutRun:
         return sequence
 
 
-def check_numbers(run: CutRun, case: Mapping[str, Any]) -> None:
-    """The cut was made, and left as many rows and bytes as it should and says."""
+def check_numbers(run: EvictedRun, case: Mapping[str, Any]) -> None:
+    """The eviction was made, and left as many rows and bytes as it should and says."""
     s, spec, kept, info = run.settings, run.spec, run.context.kept(), run.context.info()
     assert info["state"] == driver.STATE_EVICTED and info["error"] == driver.OK and info["n_evictions"] == 1
-    n_tail = run.n_cut - run.n_prompt + s.window
+    n_tail = run.n_before - run.n_prompt + s.window
     n_past = run.n_prompt - s.window
     caps = caps_of(kept, n_tail)
     if s.head_budgets == "table":
@@ -295,15 +299,15 @@ def check_numbers(run: CutRun, case: Mapping[str, Any]) -> None:
             assert caps == [[cap] * spec.n_head_kv for cap in per_layer]
     for positions in (positions for heads in kept for positions in heads):
         assert (np.diff(positions) > 0).all() and positions[0] >= 0
-        assert positions[-n_tail:].tolist() == list(range(n_past, run.n_cut))
+        assert positions[-n_tail:].tolist() == list(range(n_past, run.n_before))
 
     most = max(map(max, caps)) + n_tail
-    assert (info["n_rows_before"], info["n_rows_after"]) == (run.n_cut, most)
+    assert (info["n_rows_before"], info["n_rows_after"]) == (run.n_before, most)
     assert info["n_rows"] == most + len(run.rest)
     _, type_k, type_v = case["cache"]
     size = row_bytes(type_k, spec.head_size) + row_bytes(type_v, spec.head_size)
     n_heads = spec.n_layer * spec.n_head_kv
-    assert info["bytes_before"] == run.n_cut * n_heads * size
+    assert info["bytes_before"] == run.n_before * n_heads * size
     assert info["bytes_after"] == most * n_heads * size
     assert info["bytes_kept"] == sum(len(positions) for heads in kept for positions in heads) * size
     assert info["bytes_kept"] < info["bytes_before"]
@@ -311,8 +315,8 @@ def check_numbers(run: CutRun, case: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_cut_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any]) -> None:
-    run = CutRun(zoo, new_context, case)
+def test_eviction_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any]) -> None:
+    run = EvictedRun(zoo, new_context, case)
     check_numbers(run, case)
     flash_attn, type_k, type_v = case["cache"]
     largest, median = nmse_bounds(type_k, type_v, flash_attn, run.spec.n_layer)
@@ -321,14 +325,14 @@ def test_cut_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[st
     assert float(np.median(errors)) <= median
 
 
-def padded(run: CutRun) -> dict[str, Reference]:
+def padded(run: EvictedRun) -> dict[str, Reference]:
     """References that are wrong in the ways in which a bias could be wrong."""
     kept = run.context.kept()
     most = max(len(positions) for heads in kept for positions in heads)
     wrong: dict[str, Reference] = {}
 
     # cells that a head does not use hold zeros: attended, they take a weight of exp(0) from all others
-    full = [[[*p, *np.setdiff1d(np.arange(run.n_cut), p)[: most - len(p)]] for p in heads] for heads in kept]
+    full = [[[*p, *np.setdiff1d(np.arange(run.n_before), p)[: most - len(p)]] for p in heads] for heads in kept]
     every = range(run.spec.n_layer)
     worst = max(every, key=lambda il: sum(most - len(p) for p in kept[il]))
     for name, layers in {"no bias at all": every, f"no bias in layer {worst}": [worst]}.items():
@@ -345,9 +349,9 @@ def padded(run: CutRun) -> dict[str, Reference]:
     for il, heads in enumerate(shorter):
         few = min(len(p) for p in heads)
         if few < max(len(p) for p in heads):
-            cut = [list(of_layer) for of_layer in kept]
-            cut[il] = [np.concatenate([p[:few], kept[il][0][kept[il][0] >= n_past]]) for p in heads]
-            wrong[f"the shortest head's bias for all heads of layer {il}"] = run.masked(cut)
+            rule = [list(of_layer) for of_layer in kept]
+            rule[il] = [np.concatenate([p[:few], kept[il][0][kept[il][0] >= n_past]]) for p in heads]
+            wrong[f"the shortest head's bias for all heads of layer {il}"] = run.masked(rule)
         shifted = [list(of_layer) for of_layer in kept]
         shifted[il] = [kept[il][ih][kept[il][ih] != p[-1]] if len(p) else kept[il][ih] for ih, p in enumerate(heads)]
         wrong[f"the last past row of each head of layer {il} hidden"] = run.masked(shifted)
@@ -355,13 +359,13 @@ def padded(run: CutRun) -> dict[str, Reference]:
 
 
 @pytest.mark.parametrize("cache", [(False, "f32", "f32"), (True, "f16", "f16"), (True, "q8_0", "q8_0")], ids=str)
-@pytest.mark.parametrize("cut", [("snapkv", "adaptive"), ("h2o", "table"), ("pyramidkv", "exact")], ids=cut_id)
+@pytest.mark.parametrize("rule", [("snapkv", "adaptive"), ("h2o", "table"), ("pyramidkv", "exact")], ids=rule_id)
 def test_a_wrong_bias_is_seen(
-    zoo: Zoo, new_context: ContextFactory, cut: tuple[str, str], cache: tuple[bool, str, str]
+    zoo: Zoo, new_context: ContextFactory, rule: tuple[str, str], cache: tuple[bool, str, str]
 ) -> None:
     """The check above can fail: a wrong bias moves the logits beyond its bounds."""
-    case = {"cut": cut, "cache": cache, "model": "g2", "scores": "draft", "draft_tokens": 2, "budget": 41}
-    run = CutRun(zoo, new_context, {**case, "n_prompt": 130, "n_ubatch": 32, "batches": "few"})
+    case = {"rule": rule, "cache": cache, "model": "g2", "scores": "draft", "draft_tokens": 2, "budget": 41}
+    run = EvictedRun(zoo, new_context, {**case, "n_prompt": 130, "n_ubatch": 32, "batches": "few"})
     bound = nmse_bounds(cache[1], cache[2], cache[0], run.spec.n_layer)[0]
     assert nmse(run.after, run.want(run.masked(run.context.kept()))) <= bound
     for name, sequence in padded(run).items():

@@ -1,4 +1,4 @@
-"""A cache that grows with use and shrinks after a cut: the same logits, fewer cells; states and functions of memory."""
+"""A cache that grows with use and shrinks after an eviction: the same logits, fewer cells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reference import driver
 from reference.driver import Context, dge_library, failing_alloc
 from reference.elastic import DGE, N_CTX, TOKENS, bytes_of, cells_for
 from reference.forward import nmse
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import as_lists, decode_each, evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -114,15 +114,15 @@ def test_two_sequences(new_context: ContextFactory, kv_unified: bool, n_ubatch: 
 
 @UNIFIED
 @pytest.mark.parametrize("flash_attn", [False, True])
-def test_cut_shrinks(new_context: ContextFactory, kv_unified: bool, flash_attn: bool) -> None:
-    """After a cut there are few cells, then they grow again; the logits are those of a cache of one size."""
+def test_eviction_shrinks(new_context: ContextFactory, kv_unified: bool, flash_attn: bool) -> None:
+    """After an eviction there are few cells, then they grow again; the logits are those of a cache of one size."""
     settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified, "flash_attn": flash_attn}
     context = new_context("g2", **settings, elastic=True, dge=DGE)
     plain = new_context("g2", **settings, dge=DGE)
     for n_prompt in (700, 1000):
         tokens = TOKENS[: n_prompt + 300]
-        got = cut_after(context, tokens, n_prompt, 2)
-        assert np.array_equal(got, cut_after(plain, tokens, n_prompt, 2))
+        got = evict_after(context, tokens, n_prompt, 2)
+        assert np.array_equal(got, evict_after(plain, tokens, n_prompt, 2))
         assert as_lists(context.kept()) == as_lists(plain.kept())
         # 42 rows were left and 298 came: 256 cells did not suffice
         assert context.memory_info()["n_cells"] == 512
@@ -135,7 +135,7 @@ def test_cut_shrinks(new_context: ContextFactory, kv_unified: bool, flash_attn: 
             assert each.seq_rm(0, -1, -1)
 
 
-def test_memory_after_the_cut(new_context: ContextFactory) -> None:
+def test_memory_after_the_eviction(new_context: ContextFactory) -> None:
     """Rows of the budget, the draft and room for an answer: 0.15 of the full cache at most."""
     settings: dict[str, Any] = {"n_ctx": 8192, "elastic": True, "n_ubatch": 512}
     context = new_context("one", **settings, dge={**DGE, "budget": 512, "park": "off"})
@@ -153,7 +153,7 @@ def test_memory_after_the_cut(new_context: ContextFactory) -> None:
 
 @UNIFIED
 def test_others_keep_the_cache_large(new_context: ContextFactory, kv_unified: bool) -> None:
-    """A cut gives back no cell that another sequence is in, and the other is bit for bit the same."""
+    """An eviction gives back no cell that another sequence is in, and the other is bit for bit the same."""
     settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
     context, plain = new_context("g2", **settings, elastic=True, dge=DGE), new_context("g2", **settings)
     for each in (context, plain):

@@ -15,7 +15,7 @@ import pytest
 from reference import driver
 from reference.driver import Context, dge_library, failing_alloc
 from reference.elastic import DGE, N_CTX, TOKENS, sizes
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm
+from reference.scenario import as_lists, decode_each, evict_after, prefill_and_arm
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -91,10 +91,10 @@ def test_growth_fails_for_one_of_two(new_context: ContextFactory, kv_unified: bo
     assert np.array_equal(context.decode(TOKENS[:400], seq=1), plain.decode(TOKENS[:400], seq=1))
 
 
-# a cut without memory
+# an eviction without memory
 
 
-def failed_cut(
+def failed_eviction(
     new_context: ContextFactory, nth: int, n_prompt: int, settings: dict[str, Any]
 ) -> tuple[Context, driver.Logits, list[str]]:
     context = new_context("g2", **settings)
@@ -107,30 +107,32 @@ def failed_cut(
 
 @pytest.mark.parametrize("park", ["off", "ram", "disk"])
 @pytest.mark.parametrize("head_budgets", ["uniform", "adaptive"])
-def test_each_allocation_of_a_cut(new_context: ContextFactory, tmp_path: Path, park: str, head_budgets: str) -> None:
-    """No memory for the bias or the parked rows: no cut. None for smaller buffers: the cut is made in place."""
+def test_each_allocation_of_an_eviction(
+    new_context: ContextFactory, tmp_path: Path, park: str, head_budgets: str
+) -> None:
+    """No memory for the bias or the host copy: no eviction. None for smaller buffers: evicted in place."""
     n_prompt, n_layer = 700, 3
     dge = {**DGE, "head_budgets": head_budgets, "park": park, "park_dir": tmp_path}
     settings: dict[str, Any] = {"n_ctx": N_CTX, "elastic": True, "dge": dge}
-    full, cut = new_context("g2", n_ctx=N_CTX), new_context("g2", **settings)
+    full, evicted = new_context("g2", n_ctx=N_CTX), new_context("g2", **settings)
     full.decode(TOKENS[:n_prompt], every=False)
     decode_each(full, TOKENS[n_prompt : n_prompt + 2])
     rest = TOKENS[n_prompt + 2 :][:20]
     if_full = decode_each(full, rest)
-    if_cut = cut_after(cut, TOKENS[: n_prompt + 22], n_prompt, 2) if head_budgets == "uniform" else None
-    if if_cut is None:
-        prefill_and_arm(cut, TOKENS[:n_prompt])
-        if_cut = decode_each(cut, TOKENS[n_prompt : n_prompt + 22])[2:]
-    assert not np.array_equal(if_cut, if_full) and cut.memory_info()["n_cells"] in (256, 512)
+    if_evicted = evict_after(evicted, TOKENS[: n_prompt + 22], n_prompt, 2) if head_budgets == "uniform" else None
+    if if_evicted is None:
+        prefill_and_arm(evicted, TOKENS[:n_prompt])
+        if_evicted = decode_each(evicted, TOKENS[n_prompt : n_prompt + 22])[2:]
+    assert not np.array_equal(if_evicted, if_full) and evicted.memory_info()["n_cells"] in (256, 512)
 
     expected = ["bias"] * (head_budgets == "adaptive") + ["park"] * n_layer * (park != "off") + ["smaller"] * n_layer
     for nth, kind in enumerate(expected, 1):
-        context, first, log = failed_cut(new_context, nth, n_prompt, settings)
+        context, first, log = failed_eviction(new_context, nth, n_prompt, settings)
         info = context.info()
         logits = np.concatenate([first, decode_each(context, rest[1:])])
         if kind == "smaller":
             assert info["state"] == driver.STATE_EVICTED and context.memory_info()["n_cells"] == 768, nth
-            assert np.array_equal(logits, if_cut) and as_lists(context.kept()) == as_lists(cut.kept())
+            assert np.array_equal(logits, if_evicted) and as_lists(context.kept()) == as_lists(evicted.kept())
             assert "in the old ones" in "".join(log)
             if park != "off":
                 assert context.restore(n_prompt) == n_prompt
@@ -139,15 +141,15 @@ def test_each_allocation_of_a_cut(new_context: ContextFactory, tmp_path: Path, p
             assert np.array_equal(logits, if_full), (nth, kind)
             assert "goes on with its full cache" in "".join(log)
             assert context.memory_info()["parked"] == 0 and context.memory_info()["n_cells"] == 768
-        # whatever failed, the next prompt is cut
+        # whatever failed, the next prompt is evicted
         context.clear()
         prefill_and_arm(context, TOKENS[:n_prompt])
-        assert np.array_equal(decode_each(context, TOKENS[n_prompt : n_prompt + 22])[2:], if_cut)
+        assert np.array_equal(decode_each(context, TOKENS[n_prompt : n_prompt + 22])[2:], if_evicted)
         context.close()
         assert len(list(tmp_path.iterdir())) == (park == "disk")
     # there are no others
-    context, first, _ = failed_cut(new_context, len(expected) + 1, n_prompt, settings)
-    assert context.info()["state"] == driver.STATE_EVICTED and np.array_equal(first, if_cut[:1])
+    context, first, _ = failed_eviction(new_context, len(expected) + 1, n_prompt, settings)
+    assert context.info()["state"] == driver.STATE_EVICTED and np.array_equal(first, if_evicted[:1])
 
 
 def test_no_memory_to_enable(new_context: ContextFactory) -> None:
@@ -160,7 +162,7 @@ def test_no_memory_to_enable(new_context: ContextFactory) -> None:
         assert context.enable(check=False, **{**DGE, "policy": "h2o"}) == driver.ERR_MEMORY
     context.clear()
     context.enable(**DGE)
-    cut_after(context, TOKENS[:720], 700, 2)
+    evict_after(context, TOKENS[:720], 700, 2)
     assert context.clear() is None and context.disable() == driver.OK
     # elastic, but without eviction
     assert dge_library().llama_dge_is_elastic(context.handle)

@@ -10,7 +10,7 @@ import pytest
 from reference import driver
 from reference.driver import Context, failing_alloc
 from reference.elastic import DGE, N_CTX, TOKENS
-from reference.scenario import F32, as_lists, cut_after, tokens_of
+from reference.scenario import F32, as_lists, evict_after, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -66,11 +66,11 @@ def test_sequence_state_makes_the_cache_grow(new_context: ContextFactory, kv_uni
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "sequence"])
-def test_state_of_a_cut_sequence(new_context: ContextFactory, whole: bool) -> None:
+def test_state_of_an_evicted_sequence(new_context: ContextFactory, whole: bool) -> None:
     """It needs the cells of what is left, not of what there was."""
     settings: dict[str, Any] = {"n_ctx": N_CTX, "dge": {**DGE, "budget": 600}}
     source = new_context("g2", **settings)
-    cut_after(source, TOKENS[:910], 900, 2)
+    evict_after(source, TOKENS[:910], 900, 2)
     state = source.state() if whole else source.seq_state()
     context = new_context("g2", **settings, elastic=True)
     context.decode(TOKENS[:20])

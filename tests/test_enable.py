@@ -12,7 +12,7 @@ from reference import driver
 from reference.driver import Context
 from reference.evicted import N_PROMPT, SETTINGS, TOKENS
 from reference.policies import Settings
-from reference.scenario import F32, cut_after, tokens_of
+from reference.scenario import F32, evict_after, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -80,8 +80,10 @@ def test_bad_params_change_nothing(new_context: ContextFactory, bad: dict[str, A
     assert context.arm(N_PROMPT) == driver.OK
 
 
-def test_disable_gives_the_stock_library_back(new_context: ContextFactory, cut_context: Callable[..., Context]) -> None:
-    context, plain = cut_context(), new_context("g2", **F32)
+def test_disable_gives_the_stock_library_back(
+    new_context: ContextFactory, evicted_context: Callable[..., Context]
+) -> None:
+    context, plain = evicted_context(), new_context("g2", **F32)
     context.clear()
     assert context.disable() == driver.OK
     assert context.arm(1) == driver.ERR_DISABLED
@@ -90,4 +92,4 @@ def test_disable_gives_the_stock_library_back(new_context: ContextFactory, cut_c
     assert context.state() == plain.state()
     context.clear()
     context.enable(**SETTINGS.as_params())
-    cut_after(context, TOKENS, N_PROMPT, 2)
+    evict_after(context, TOKENS, N_PROMPT, 2)

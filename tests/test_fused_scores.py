@@ -33,7 +33,7 @@ def test_operation_of_scores(new_context: ContextFactory, scored_by: str, policy
     decode_each(context, tokens[N_PROMPT:])
     assert context.info()["state"] == driver.STATE_EVICTED
     n_layer = ZOO["g2"].n_layer
-    # once per layer: while the prompt is evaluated, or at the cut
+    # once per layer: while the prompt is evaluated, or at the eviction
     assert n_prefill == (n_layer if scored_by == "fused" and policy == "h2o" else 0)
     assert names.count("ATTN_SCORE") == (n_layer if scored_by == "fused" else 0)
     assert names.count("POOL_2D") == (n_layer if scored_by == "graph" else 0)
@@ -91,6 +91,7 @@ def test_cells_among_those_of_others(zoo: Zoo, new_context: ContextFactory, n_se
             assert disagreement(row, positions, 32) <= 2e-5
 
 
+@pytest.mark.usefixtures("scored_by")
 def test_a_selection_reads_quantised_keys_as_they_are(zoo: Zoo, new_context: ContextFactory) -> None:
     """A product in the type of the keys would round the queries and reorder close entries."""
     s = Settings(scores="policy", budget=40, window=8)

@@ -32,8 +32,8 @@ def context_of(
     return new_context(model, flash_attn=cache[0], type_k=cache[1], type_v=cache[2], **settings)
 
 
-def cut(context: driver.Context, seq: int = 0) -> str:
-    """Cut now; what was logged."""
+def evict(context: driver.Context, seq: int = 0) -> str:
+    """Evict now; what was logged."""
     with driver.captured_log() as lines:
         status = context.evict(seq)
     assert status == driver.OK, context.status(status)
@@ -71,8 +71,9 @@ def same_bytes(
     dge: dict[str, Any],
     elastic: bool,
 ) -> None:
-    """A cut by a value of LLAMA_DGE_GATHER and by the host. An elastic cache, which the device copies when it grows and
-    shrinks, holds what one of full size does.
+    """An eviction by a value of LLAMA_DGE_GATHER and by the host give the same bytes.
+
+    An elastic cache, which the device copies when it grows and shrinks, holds what one of full size does.
     """
     tokens, results = tokens_of(531 if elastic else 190, 3), []
     for by in (device, "host"):
@@ -81,7 +82,7 @@ def same_bytes(
         prefill_and_arm(context, tokens[:-1])
         decode_each(context, tokens[-1:])
         n_cells = context.memory_info()["n_cells"]
-        n_gathered, n_layers = gathered(cut(context))
+        n_gathered, n_layers = gathered(evict(context))
         assert n_gathered == (n_layers if by == device and (model, cache) != ("g8", Q8_FA) else 0)
         assert (context.memory_info()["n_cells"] < n_cells) == (elastic and by == device)
         counts = {len(rows) for heads in context.kept() for rows in heads}
@@ -107,7 +108,7 @@ def same_among_others(
         assert context.seq_rm(1, 0, -1)
         context.decode(other[:25], seq=1, every=False)
         with driver.failing_alloc(2 if by == "no memory" else 0):  # the first is for the bias
-            log = cut(context)
+            log = evict(context)
         assert gathered(log) == (3 if by == device else 0, 3)
         assert ("no memory for a layer's rows" in log) == (by == "no memory")
         results.append((as_lists(context.kept()), context.state()))
@@ -121,7 +122,7 @@ def test_the_switch_takes_a_path(new_context: ContextFactory, monkeypatch: pytes
     monkeypatch.setenv("LLAMA_DGE_GATHER", by)
     context = context_of(new_context, "g1", F16, dge=EVEN)
     context.decode(tokens_of(60, 3))
-    assert gathered(cut(context)) == (2 if by == "cpu" else 0, 2)
+    assert gathered(evict(context)) == (2 if by == "cpu" else 0, 2)
 
 
 @pytest.mark.parametrize("model, cache, dge, elastic", CASES)

@@ -10,7 +10,7 @@ import pytest
 
 from reference import driver
 from reference.forward import evaluated
-from reference.h2o import S, check, cut, finish
+from reference.h2o import S, check, evict, finish
 from reference.policies import Settings
 from reference.scenario import F32, decode_each, prefill_and_arm, tokens_of
 
@@ -46,7 +46,7 @@ def test_speculative_rows_beyond_the_draft_do_not_count(
 
 
 def test_rejected_draft_rows_are_an_error(new_context: ContextFactory) -> None:
-    """A row of the draft was counted and cannot be taken back: no cut, the full cache goes on, the error says so."""
+    """A counted draft row cannot be uncounted: the eviction is refused and the full cache goes on."""
     s = replace(S, draft_tokens=4)
     tokens = tokens_of(120, 52)
     context = new_context("g3", **F32, dge=s.as_params())
@@ -62,7 +62,7 @@ def test_rejected_draft_rows_are_an_error(new_context: ContextFactory) -> None:
 
 @pytest.mark.parametrize("keep", [1, 60, 99])
 def test_a_tail_that_is_evaluated_again(zoo: Zoo, new_context: ContextFactory, keep: int) -> None:
-    """Rows that were removed are in the sums already: start over, or there is no cut."""
+    """Rows that were removed are in the sums already: start over, or there is no eviction."""
     s = S
     tokens = tokens_of(101, 54)
     context = new_context("g3", **F32, dge=s.as_params())
@@ -75,7 +75,7 @@ def test_a_tail_that_is_evaluated_again(zoo: Zoo, new_context: ContextFactory, k
     assert context.info()["state"] == driver.STATE_FULL
     # from the start it works
     assert context.seq_rm(0, 0, -1)
-    kept = cut(context, tokens, 100)
+    kept = evict(context, tokens, 100)
     check(evaluated(zoo["g3"].weights, tokens[:100], 100), kept, 100, s)
 
 
@@ -103,7 +103,7 @@ def test_a_loaded_state_has_no_sums(zoo: Zoo, new_context: ContextFactory) -> No
         context.decode(tokens[100:120], seq=seq)
         assert context.arm(120, seq) == driver.ERR_QUERIES
     context.clear()
-    check(evaluated(zoo["g3"].weights, tokens[:120], 120), cut(context, tokens, 120), 120, S)
+    check(evaluated(zoo["g3"].weights, tokens[:120], 120), evict(context, tokens, 120), 120, S)
 
 
 def test_copies_have_no_sums(new_context: ContextFactory) -> None:
@@ -126,4 +126,4 @@ def test_settings_that_change_later(zoo: Zoo, new_context: ContextFactory) -> No
     context.decode(tokens[50:120])
     assert context.arm(120) == driver.ERR_QUERIES
     context.clear()
-    check(evaluated(zoo["g3"].weights, tokens[:120], 120), cut(context, tokens, 120), 120, S)
+    check(evaluated(zoo["g3"].weights, tokens[:120], 120), evict(context, tokens, 120), 120, S)

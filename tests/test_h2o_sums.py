@@ -15,7 +15,7 @@ import pytest
 from reference import driver
 from reference.budgets import h2o_sums, kept_gaps, rank_scores
 from reference.forward import Reference, evaluated
-from reference.h2o import EXACT, FLASH, S, check, cut, finish
+from reference.h2o import EXACT, FLASH, S, check, evict, finish
 from reference.policies import snapkv_score, top_positions
 from reference.scenario import F32, as_lists, decode_each, prefill_and_arm, tokens_of
 
@@ -48,7 +48,7 @@ def test_order_of_the_sums(
     for budget in range(9, n_prompt):
         context.clear()
         context.enable(**replace(s, budget=budget).as_params())
-        kept = cut(context, tokens, n_prompt)
+        kept = evict(context, tokens, n_prompt)
         for il, heads in enumerate(kept):
             for ih, positions in enumerate(heads):
                 assert positions[budget - WINDOW :].tolist() == list(range(n_prompt - WINDOW, n_prompt + n_draft))
@@ -99,7 +99,7 @@ def test_chunks_do_not_matter(zoo: Zoo, new_context: ContextFactory, model: str,
         context = new_context(
             model, flash_attn=flash_attn, **F32, n_batch=n_batch, n_ubatch=n_ubatch, dge=s.as_params()
         )
-        kept = cut(context, tokens, n_prompt)
+        kept = evict(context, tokens, n_prompt)
         check(reference, kept, n_prompt, s, flash_attn)
         found.append(as_lists(kept))
     # the first layer's Q and K do not depend on chunks at all
@@ -116,7 +116,7 @@ def test_other_caches(zoo: Zoo, new_context: ContextFactory, types: tuple[str, s
     n_prompt, s = 140, replace(S, draft_tokens=2)
     tokens = tokens_of(n_prompt + 2, 4)
     context = new_context("g3", flash_attn=flash_attn, type_k=type_k, type_v=type_v, dge=s.as_params())
-    kept = cut(context, tokens, n_prompt)
+    kept = evict(context, tokens, n_prompt)
     reference = Reference(zoo["g3"].weights, type_k, type_v, flash_attn)
     reference.run(tokens[:n_prompt])
     reference.step(tokens[n_prompt : n_prompt + 1])
@@ -132,7 +132,7 @@ def test_a_long_micro_batch_is_summed_in_blocks(zoo: Zoo, new_context: ContextFa
     n_prompt, s = 1900, replace(S, budget=300)
     tokens = tokens_of(n_prompt + 1, 5)
     context = new_context("one", n_ctx=2048, n_batch=2048, n_ubatch=2048, **F32, dge=s.as_params())
-    kept = cut(context, tokens, n_prompt)
+    kept = evict(context, tokens, n_prompt)
     reference = Reference(zoo["one"].weights)
     for start in range(0, n_prompt, 100):
         reference.step(tokens[start : min(start + 100, n_prompt)])
@@ -164,15 +164,15 @@ def test_other_scores(zoo: Zoo, new_context: ContextFactory, scores: str) -> Non
     n_prompt, s = 140, replace(S, draft_tokens=4, scores=scores)
     tokens = tokens_of(n_prompt + 4, 6)
     reference = evaluated(zoo["g3"].weights, tokens[:-1], n_prompt)
-    check(reference, cut(new_context("g3", **F32, dge=s.as_params()), tokens, n_prompt), n_prompt, s)
+    check(reference, evict(new_context("g3", **F32, dge=s.as_params()), tokens, n_prompt), n_prompt, s)
     # with the draft's scores H2O is SnapKV
     if scores == "draft":
-        snapkv = cut(new_context("g3", **F32, dge=replace(s, policy="snapkv").as_params()), tokens, n_prompt)
+        snapkv = evict(new_context("g3", **F32, dge=replace(s, policy="snapkv").as_params()), tokens, n_prompt)
         check(reference, snapkv, n_prompt, s)
 
 
 def test_draft_scores_need_no_sums(new_context: ContextFactory) -> None:
-    """Nothing is accumulated, so a prompt whose end was evaluated again can be cut."""
+    """Nothing is accumulated, so a prompt whose end was evaluated again can be evicted."""
     s = replace(S, scores="draft")
     tokens = tokens_of(121, 7)
     context = new_context("g3", **F32, dge=s.as_params())
@@ -211,13 +211,13 @@ def test_two_sequences_in_one_batch(zoo: Zoo, new_context: ContextFactory, kv_un
 
 
 @pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
-def test_beside_a_cut_sequence(zoo: Zoo, new_context: ContextFactory, kv_unified: bool) -> None:
-    """A prompt is summed while an unevenly cut sequence decodes in the same batches, and takes the cells it freed."""
+def test_beside_an_evicted_sequence(zoo: Zoo, new_context: ContextFactory, kv_unified: bool) -> None:
+    """A prompt is summed beside an unevenly evicted sequence, in the same batches and in the cells that it freed."""
     n_prompt, s = 90, replace(S, head_budgets="adaptive")
     tokens = [tokens_of(200, seed) for seed in (11, 12)]
     context = new_context("g2", **F32, n_seq_max=2, kv_unified=kv_unified, n_ctx=256 if kv_unified else 512,
                           dge=s.as_params())  # fmt: skip
-    cut(context, tokens[0][:121], 120)
+    evict(context, tokens[0][:121], 120)
     at = 121
     for start in range(0, n_prompt, 15):
         rows = [(tokens[1][i], i, 1, False) for i in range(start, start + 15)]
@@ -234,10 +234,10 @@ def test_cells_that_are_used_again(zoo: Zoo, new_context: ContextFactory, flash_
     """Sums that another prompt left in the cells do not count."""
     n_prompt, s = 90, replace(S, draft_tokens=3)
     context = new_context("g2", flash_attn=flash_attn, **F32, n_seq_max=2, n_ctx=256, dge=s.as_params())
-    for i, removal in enumerate(["clear", "rm", "rm after the cut", "keep", "rm in part"]):
+    for i, removal in enumerate(["clear", "rm", "rm after the eviction", "keep", "rm in part"]):
         old, tokens = tokens_of(100, 20 + i), tokens_of(n_prompt + 3, 30 + i)
         context.decode(old)
-        if removal == "rm after the cut":
+        if removal == "rm after the eviction":
             assert context.arm(100) == driver.OK
             finish(context, tokens_of(8, 40))
         if removal == "clear":
@@ -250,7 +250,7 @@ def test_cells_that_are_used_again(zoo: Zoo, new_context: ContextFactory, flash_
         else:
             assert context.seq_rm(0, -1, -1)
         seq = 1 if removal == "rm in part" else 0
-        kept = cut(context, tokens, n_prompt, seq)
+        kept = evict(context, tokens, n_prompt, seq)
         check(evaluated(zoo["g2"].weights, tokens[:-1], n_prompt, flash_attn=flash_attn), kept, n_prompt, s, flash_attn)
         assert context.seq_rm(-1, -1, -1)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from reference.forward import nmse
-from reference.scenario import F32, cut_after, decode_each, tokens_of
+from reference.scenario import F32, decode_each, evict_after, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -21,11 +21,11 @@ N_PROMPT, N_DRAFT = 120, 3
 
 @pytest.mark.parametrize(("park", "recall"), [("ram", False), ("ram", True), ("disk", False)])
 @pytest.mark.parametrize("n_left", [0, 2])
-def test_draft_rows_that_were_removed_do_not_come_back(
+def test_draft_entries_that_were_removed_are_not_restored(
     new_context: ContextFactory, tmp_path: Path, park: str, recall: bool, n_left: int
 ) -> None:
     context = new_context("g2", **F32, dge={**DGE, "park": park, "park_dir": tmp_path})
-    cut_after(context, TOKENS[:126], N_PROMPT, N_DRAFT)
+    evict_after(context, TOKENS[:126], N_PROMPT, N_DRAFT)
     if recall:
         context.enable(**DGE, park=park, recall=4)
     n = N_PROMPT + n_left
@@ -39,12 +39,12 @@ def test_draft_rows_that_were_removed_do_not_come_back(
     assert nmse(context.decode(others), fresh.decode(others)) < 1e-9
 
 
-def test_a_copy_keeps_the_draft_rows_that_its_source_lost(new_context: ContextFactory, tmp_path: Path) -> None:
+def test_a_copy_keeps_the_draft_entries_that_its_source_lost(new_context: ContextFactory, tmp_path: Path) -> None:
     for park in ("ram", "disk"):
         context = new_context(
             "g2", **F32, n_seq_max=2, kv_unified=False, dge={**DGE, "park": park, "park_dir": tmp_path}
         )
-        cut_after(context, TOKENS[:126], N_PROMPT, N_DRAFT)
+        evict_after(context, TOKENS[:126], N_PROMPT, N_DRAFT)
         context.seq_cp(0, 1)
         assert context.seq_rm(0, N_PROMPT, -1)
         context.decode(TOKENS[300:310], seq=0)

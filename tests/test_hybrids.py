@@ -1,4 +1,4 @@
-"""Models with layers that are not cut: recurrent ones beside attention, and sliding windows."""
+"""Models with layers that are not evicted: recurrent ones beside attention, and sliding windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arch_sweep import models
 from reference import driver
 from reference.driver import Context, NativeModel
 from reference.instances import Instances, evaluated, greedy, instances
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm
+from reference.scenario import as_lists, decode_each, evict_after, prefill_and_arm
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("error::RuntimeWarning")]
 
@@ -52,7 +52,7 @@ PROMPT = text(N_PROMPT, 0)
 
 
 def replayed(llm: Any, pieces: list[list[int]]) -> Any:
-    """Logits of the last piece, of an instance that is not cut and evaluates all of them one after another."""
+    """Logits of the last piece, of an instance that is not evicted and evaluates all of them one after another."""
     for piece in pieces:
         llm.eval(piece)
     assert llm.dge_stats.state == "full"
@@ -75,7 +75,7 @@ SETUPS = [
 def test_an_appended_turn(
     new_llm: Instances, tiny: dict[str, Path], arch: str, flash_attn: bool, swa_full: bool, recall: int
 ) -> None:
-    """What was in front of the cut comes back, in layers that are cut and in those that are not, bit for bit."""
+    """The full cache is restored bit for bit, in layers that are evicted and in those that are not."""
     settings: dict[str, Any] = {"flash_attn": flash_attn, "swa_full": swa_full, "n_ctx": 512, "logits_all": True}
     dge = {**SETTINGS, "recall": recall}
     llm = new_llm(dge, tiny[arch], **settings)
@@ -91,7 +91,7 @@ def test_an_appended_turn(
         assert stats.state == "evicted" and stats.n_evictions == n_evictions and stats.n_prompt == len(prompt)
         assert stats.n_layer < 3 and (recall == 0 or stats.n_recalls >= 2)
         if turn:
-            # everything up to the last cut but for nothing
+            # everything up to the last eviction but for nothing
             assert stats.rows_restored == len(prompt) - sizes[0] == n_whole
         pieces += [prompt[len(prompt) - sizes[0] :], *([token] for token in answer[: DRAFT - 1])]
         n_whole = len(prompt) + DRAFT - 1
@@ -156,7 +156,7 @@ def test_the_same_prompt_short_and_long(new_llm: Instances, tiny: dict[str, Path
 
 @pytest.mark.parametrize("arch", [*HYBRIDS, *WINDOWS])
 def test_states(new_llm: Instances, tiny: dict[str, Path], arch: str) -> None:
-    """A state holds the layers that are not cut, too."""
+    """A state holds the layers that are not evicted, too."""
     llm = new_llm(SETTINGS, tiny[arch], n_ctx=512)
     want = greedy(llm, PROMPT, 30)
     llm.reset()
@@ -213,7 +213,7 @@ PARAMS: dict[str, Any] = {"budget": BUDGET, "draft_tokens": DRAFT, "park": "ram"
 
 
 def others(context: Context, seq: int = 0) -> bytes:
-    """The state of the layers that are not cut."""
+    """The state of the layers that are not evicted."""
     import ctypes
 
     partial = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
@@ -224,8 +224,8 @@ def others(context: Context, seq: int = 0) -> bytes:
 
 
 @pytest.mark.parametrize("arch", [*HYBRIDS, *WINDOWS])
-def test_a_cut_leaves_the_other_layers_alone(contexts: Any, arch: str) -> None:
-    """Their state is the same bytes before and after a cut, and after a restore."""
+def test_an_eviction_leaves_the_other_layers_alone(contexts: Any, arch: str) -> None:
+    """Their state is the same bytes before and after an eviction, and after a restore."""
     context = contexts(arch, dge={**PARAMS, "draft_tokens": 1})
     tokens = text(200, 1)
     prefill_and_arm(context, tokens[:N_PROMPT])
@@ -246,18 +246,18 @@ def test_recall(contexts: Any, arch: str, overlap: bool) -> None:
     tokens = text(230, 2)
     dge = {**PARAMS, "recall": 4, "recall_async": overlap}
     context = contexts(arch, dge=dge)
-    logits = cut_recalled(context, tokens)
+    logits = decode_with_recall(context, tokens)
     info = context.info()
     assert info["state"] == driver.STATE_EVICTED and info["n_recalls"] >= 10 and info["n_moved"] > 0
     assert info["n_rows"] <= BUDGET + (8 if overlap else 4)
     whole = contexts(arch, dge={**dge, "budget": 500})
     full = contexts(arch)
-    a, b = cut_recalled(whole, tokens), cut_recalled(full, tokens)
+    a, b = decode_with_recall(whole, tokens), decode_with_recall(full, tokens)
     assert np.array_equal(a, b)
     assert not np.array_equal(a, logits) and np.isfinite(logits).all()
 
 
-def cut_recalled(context: Context, tokens: list[int]) -> Any:
+def decode_with_recall(context: Context, tokens: list[int]) -> Any:
     context.decode(tokens[:N_PROMPT], every=False)
     context.arm(N_PROMPT)
     return decode_each(context, tokens[N_PROMPT:])
@@ -267,7 +267,7 @@ def cut_recalled(context: Context, tokens: list[int]) -> Any:
 @pytest.mark.parametrize("kv_unified", [True, False])
 @pytest.mark.parametrize("swa_full", [False, True])
 def test_two_sequences(contexts: Any, arch: str, kv_unified: bool, swa_full: bool) -> None:
-    """One is cut, restored and cut again; the other is what it is without it."""
+    """One is evicted, restored and evicted again; the other is what it is without it."""
     if swa_full and arch in HYBRIDS:
         pytest.skip("no sliding windows")
     settings = {"n_seq_max": 2, "kv_unified": kv_unified, "swa_full": swa_full, "n_ctx": 2048}
@@ -300,10 +300,10 @@ def close(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", [*HYBRIDS, *WINDOWS])
-def test_abort_in_the_cut(contexts: Any, arch: str) -> None:
-    """Stopped at any step: the layers that are not cut go on with those that are."""
+def test_abort_in_the_eviction(contexts: Any, arch: str) -> None:
+    """Stopped at any step: the layers that are not evicted go on with those that are."""
     tokens = text(220, 5)
-    want = cut_after(contexts(arch, dge=PARAMS), tokens, N_PROMPT, DRAFT - 1)
+    want = evict_after(contexts(arch, dge=PARAMS), tokens, N_PROMPT, DRAFT - 1)
     for at in (1, 2, 3, 5):
         context = contexts(arch, dge=PARAMS)
         prefill_and_arm(context, tokens[:N_PROMPT])

@@ -1,4 +1,4 @@
-"""The rows that a cut keeps are those that the reference policies choose from the reference's own Q and K."""
+"""The rows that an eviction keeps are those that the reference policies choose from the reference's own Q and K."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ TOLERANCE = {
 }
 
 
-def cut(context: driver.Context, tokens: list[int], n_prompt: int, n_draft: int, pieces: int | None = None) -> Kept:
-    """Prompt (in decodes of `pieces` tokens), draft tokens one by one, and one more that makes the cut fall due."""
+def evict(context: driver.Context, tokens: list[int], n_prompt: int, n_draft: int, pieces: int | None = None) -> Kept:
+    """Prompt (in decodes of `pieces` tokens), draft tokens one by one, and one more that triggers the eviction."""
     for start in range(0, n_prompt, pieces or n_prompt):
         context.decode(tokens[start : min(start + (pieces or n_prompt), n_prompt)], every=False)
     assert context.arm(n_prompt) == driver.OK
@@ -84,7 +84,7 @@ def test_f32_kept_sets_equal_the_reference(zoo: Zoo, new_context: ContextFactory
     tokens = tokens_of(n_prompt + 10, 0)
     for flash_attn in (False, True):
         context = new_context(model, flash_attn=flash_attn, type_k="f32", type_v="f32", dge=s.as_params())
-        kept = cut(context, tokens, n_prompt, s.draft_tokens - 1)
+        kept = evict(context, tokens, n_prompt, s.draft_tokens - 1)
         reference = Reference(zoo[model].weights, "f32", "f32", flash_attn)
         reference.run(tokens[:n_prompt])
         for token in tokens[n_prompt : n_prompt + s.draft_tokens - 1]:
@@ -106,7 +106,7 @@ def test_kept_sets_of_other_caches(
     n_prompt, s = 203, Settings(scores=scores, draft_tokens=3)
     tokens = tokens_of(n_prompt + 3, 1)
     context = new_context("g3", flash_attn=flash_attn, type_k=type_k, type_v=type_v, dge=s.as_params())
-    kept = cut(context, tokens, n_prompt, 2)
+    kept = evict(context, tokens, n_prompt, 2)
     reference = Reference(zoo["g3"].weights, type_k, type_v, flash_attn)
     reference.run(tokens[:n_prompt])
     for token in tokens[n_prompt : n_prompt + 2]:
@@ -129,7 +129,7 @@ def test_kept_sets_of_other_caches(
 def test_streamingllm_keeps_the_ends_whatever_the_scores(zoo: Zoo, new_context: ContextFactory, s: Settings) -> None:
     n_prompt = 177
     tokens = tokens_of(n_prompt + 10, 2)
-    kept = cut(new_context("g2", dge=s.as_params()), tokens, n_prompt, s.draft_tokens - 1)
+    kept = evict(new_context("g2", dge=s.as_params()), tokens, n_prompt, s.draft_tokens - 1)
     n_rows = n_prompt + s.draft_tokens - 1
     want = [*range(s.sinks), *range(n_prompt - (s.budget - s.sinks), n_rows)]
     assert as_lists(kept) == [[want] * 2] * 3
@@ -167,7 +167,7 @@ def test_chunks_do_not_matter(zoo: Zoo, new_context: ContextFactory, scores: str
             n_ubatch=n_ubatch,
             dge=s.as_params(),
         )
-        kept.append(cut(context, tokens, n_prompt, 2))
+        kept.append(evict(context, tokens, n_prompt, 2))
 
     n_equal = 0
     for other in kept[1:]:
@@ -188,13 +188,13 @@ def test_prompt_in_several_decodes(new_context: ContextFactory, pieces: int) -> 
     n_prompt, s = 163, Settings(scores="both", draft_tokens=2)
     tokens = tokens_of(n_prompt + 2, 4)
     settings: dict[str, Any] = {"type_k": "f32", "type_v": "f32", "dge": s.as_params()}
-    whole = cut(new_context("g3", **settings), tokens, n_prompt, 1)
-    parts = cut(new_context("g3", **settings), tokens, n_prompt, 1, pieces)
+    whole = evict(new_context("g3", **settings), tokens, n_prompt, 1)
+    parts = evict(new_context("g3", **settings), tokens, n_prompt, 1, pieces)
     assert as_lists(parts) == as_lists(whole)
 
 
 def test_k1_with_policy_scores_is_the_bare_policy(zoo: Zoo, new_context: ContextFactory) -> None:
-    """k = 1 cuts at the end of the prefill by SnapKV's own score, and that score does not depend on the draft."""
+    """k = 1 evicts at the end of the prefill by SnapKV's own score, and that score does not depend on the draft."""
     n_prompt, s = 150, Settings(scores="policy", draft_tokens=1, budget=40)
     tokens = tokens_of(n_prompt + 8, 5)
     reference = Reference(zoo["g3"].weights)
@@ -203,7 +203,7 @@ def test_k1_with_policy_scores_is_the_bare_policy(zoo: Zoo, new_context: Context
     past = [[p[p < n_prompt].tolist() for p in heads] for heads in bare]
 
     settings: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
-    by_decode = cut(new_context("g3", **settings, dge=s.as_params()), tokens, n_prompt, 0)
+    by_decode = evict(new_context("g3", **settings, dge=s.as_params()), tokens, n_prompt, 0)
     assert as_lists(by_decode) == past
 
     at_once = new_context("g3", **settings, dge=s.as_params())
@@ -212,14 +212,16 @@ def test_k1_with_policy_scores_is_the_bare_policy(zoo: Zoo, new_context: Context
     assert as_lists(at_once.kept()) == past
 
     for other_draft in (tokens, [*tokens[:n_prompt], *tokens_of(8, 6)]):
-        later = cut(new_context("g3", **settings, dge=replace(s, draft_tokens=6).as_params()), other_draft, n_prompt, 5)
+        later = evict(
+            new_context("g3", **settings, dge=replace(s, draft_tokens=6).as_params()), other_draft, n_prompt, 5
+        )
         assert [[p[p < n_prompt].tolist() for p in heads] for heads in later] == past
         assert all(p[-5:].tolist() == list(range(n_prompt, n_prompt + 5)) for heads in later for p in heads)
 
 
 @pytest.mark.parametrize("model", ["g1", "g2", "g3", "g8"])
 def test_heads_and_layers_choose_for_themselves(new_context: ContextFactory, model: str) -> None:
-    kept = cut(new_context(model, dge=Settings(budget=32).as_params()), tokens_of(180, 7), 178, 1)
+    kept = evict(new_context(model, dge=Settings(budget=32).as_params()), tokens_of(180, 7), 178, 1)
     sets = [tuple(positions.tolist()) for heads in kept for positions in heads]
     assert len(sets) == ZOO[model].n_layer * ZOO[model].n_head_kv > 1
     assert len(set(sets)) == len(sets)
@@ -229,12 +231,12 @@ def test_draft_scores_follow_the_draft(new_context: ContextFactory) -> None:
     """With another draft, other rows stay: the scores do come from the draft's queries."""
     n_prompt, s = 150, Settings(draft_tokens=3, budget=32)
     tokens = tokens_of(n_prompt + 3, 8)
-    one = cut(new_context("g3", dge=s.as_params()), tokens, n_prompt, 2)
-    two = cut(new_context("g3", dge=s.as_params()), [*tokens[:n_prompt], *tokens_of(3, 9)], n_prompt, 2)
+    one = evict(new_context("g3", dge=s.as_params()), tokens, n_prompt, 2)
+    two = evict(new_context("g3", dge=s.as_params()), [*tokens[:n_prompt], *tokens_of(3, 9)], n_prompt, 2)
     assert any(a.tolist() != b.tolist() for x, y in zip(one, two) for a, b in zip(x, y))
 
 
-def test_cut_with_the_queries_at_hand(zoo: Zoo, new_context: ContextFactory) -> None:
+def test_eviction_with_the_queries_at_hand(zoo: Zoo, new_context: ContextFactory) -> None:
     """llama_dge_seq_cut() before the draft is complete scores with the draft so far."""
     n_prompt, s = 150, Settings(draft_tokens=5, budget=32)
     tokens = tokens_of(n_prompt + 2, 10)
@@ -298,7 +300,7 @@ def test_scores_of_a_long_prompt_and_a_wide_window(zoo: Zoo, new_context: Contex
     n_prompt, s = 1300, Settings(scores="policy", window=512, budget=600, draft_tokens=1)
     tokens = tokens_of(n_prompt + 1, 14)
     context = new_context("g8", n_ctx=2048, type_k="f32", type_v="f32", dge=s.as_params())
-    kept = cut(context, tokens, n_prompt, 0)
+    kept = evict(context, tokens, n_prompt, 0)
     reference = Reference(zoo["g8"].weights)
     reference.run(tokens[:n_prompt], n_ubatch=64)
     worst, exact = worst_disagreement(reference, kept, n_prompt, s)
@@ -311,7 +313,7 @@ def test_budget_as_a_share_of_the_prompt(zoo: Zoo, new_context: ContextFactory, 
     tokens = tokens_of(n_prompt + 1, 12)
     settings = {**Settings(draft_tokens=1).as_params(), "budget": 0, "budget_share": share}
     context = new_context("g3", type_k="f32", type_v="f32", dge=settings)
-    kept = cut(context, tokens, n_prompt, 0)
+    kept = evict(context, tokens, n_prompt, 0)
     budget = context.info()["budget"]
     assert abs(budget - share * n_prompt) <= 0.5 + 1e-4
     reference = Reference(zoo["g3"].weights)
@@ -321,7 +323,7 @@ def test_budget_as_a_share_of_the_prompt(zoo: Zoo, new_context: ContextFactory, 
 
 
 @pytest.mark.parametrize("n_prompt", [40, 63, 64])
-def test_prompt_within_the_budget_is_not_cut(new_context: ContextFactory, n_prompt: int) -> None:
+def test_prompt_within_the_budget_is_not_evicted(new_context: ContextFactory, n_prompt: int) -> None:
     context = new_context("g2", dge=Settings(budget=64).as_params())
     plain = new_context("g2")
     tokens = tokens_of(n_prompt + 12, 13)
@@ -337,6 +339,6 @@ def test_prompt_within_the_budget_is_not_cut(new_context: ContextFactory, n_prom
 @pytest.mark.parametrize("over", [1, 2])
 def test_prompt_just_above_the_budget(new_context: ContextFactory, over: int) -> None:
     context = new_context("g2", dge=Settings(budget=64).as_params())
-    kept = cut(context, tokens_of(64 + over + 2, 14), 64 + over, 1)
+    kept = evict(context, tokens_of(64 + over + 2, 14), 64 + over, 1)
     assert context.info()["n_rows_after"] == 65
     assert all(len(positions) == 65 for heads in kept for positions in heads)

@@ -1,4 +1,4 @@
-"""llama_dge.Llama when a device fails half way through a cut: an error that says what to do, and the next request."""
+"""llama_dge.Llama when a device fails during an eviction: the error names the remedy, the next request is right."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_generate(new_llm: Instances, park: str, elastic: bool, nth: int) -> Non
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_choice(new_llm: Instances, nth: int) -> None:
+def test_a_selection(new_llm: Instances, nth: int) -> None:
     """Rows that are chosen again, in the middle of an answer."""
     dge = {**DGE, "recall": 2}
     llm = new_llm(dge)
@@ -105,7 +105,7 @@ def test_restore(new_llm: Instances, nth: int, reason: str) -> None:
     assert_as_new(llm, new_llm, second, DGE)
 
 
-def test_other_failures_are_told_as_ever(new_llm: Instances) -> None:
+def test_an_interrupt_stays_an_interrupt(new_llm: Instances) -> None:
     """An interrupt stays one, also when the sequence was lost in the same call."""
     llm = new_llm(DGE)
     decode = llm._ctx.decode

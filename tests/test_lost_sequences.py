@@ -1,4 +1,4 @@
-"""A device that fails after the first row of a cut has moved: the sequence is empty then, and the others go on.
+"""A device that fails after the first row of an eviction has moved: the sequence is empty then, and the others go on.
 
 The rows move by graphs of the CPU, which takes the place of a device (LLAMA_DGE_GATHER=cpu), or are copied by the host.
 """
@@ -14,10 +14,10 @@ import pytest
 
 from reference import driver
 from reference.driver import Context
-from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
+from reference.evicted import N_BEFORE, N_PROMPT, SETTINGS, TOKENS
 from reference.faults import failing_move
 from reference.forward import nmse
-from reference.scenario import F32, SAME, as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import F32, SAME, as_lists, decode_each, evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -31,7 +31,7 @@ NEXT = N_OTHER - 1  # the second sequence goes on with OTHER[NEXT:]
 
 @pytest.fixture(params=["cpu", "host"])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who moves the rows of a cut."""
+    """Who moves the rows of an eviction."""
     monkeypatch.setenv("LLAMA_DGE_GATHER", request.param)
     return str(request.param)
 
@@ -48,7 +48,7 @@ def interleave(context: Context) -> None:
 
 
 class Pair:
-    """A context of two sequences of which the first is to be cut, and a twin without eviction."""
+    """A context of two sequences of which the first is to be evicted, and a twin without eviction."""
 
     def __init__(self, new_context: ContextFactory, elastic: bool = False, **dge: Any) -> None:
         settings = {**F32, "n_seq_max": 2}
@@ -61,7 +61,7 @@ class Pair:
 
     def draft(self) -> None:
         for each in (self.context, self.twin):
-            decode_each(each, TOKENS[N_PROMPT:N_CUT])
+            decode_each(each, TOKENS[N_PROMPT:N_BEFORE])
 
     def lose(self) -> None:
         """What the twin is told to do when the context lost its sequence 0."""
@@ -94,7 +94,7 @@ def assert_as_new(context: Context, new_context: ContextFactory, same: float = S
     """A prompt that begins again gets what a fresh context gives it."""
     tokens = tokens_of(90 + 12, 1)
     fresh = new_context("g2", **F32, dge=dge_of(**dge))
-    assert nmse(cut_after(context, tokens, 90, 2), cut_after(fresh, tokens, 90, 2)) <= same
+    assert nmse(evict_after(context, tokens, 90, 2), evict_after(fresh, tokens, 90, 2)) <= same
     assert as_lists(context.kept()) == as_lists(fresh.kept())
     fresh.close()
 
@@ -104,14 +104,14 @@ def park_of(park: str, folder: Path) -> dict[str, Any]:
 
 
 def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: str, same: float = SAME) -> None:
-    """A cut by a value of LLAMA_DGE_GATHER; same: of logits of the same rows in other cells."""
+    """An eviction by a value of LLAMA_DGE_GATHER; same: of logits of the same rows in other cells."""
     dge = park_of(park, folder)
     n_lost = 0
     for n in count(1):
         pair = Pair(new_context, **dge)
         context = pair.context
         with failing_move(n), driver.captured_log() as log:
-            context.decode([TOKENS[N_CUT]], check=False)
+            context.decode([TOKENS[N_BEFORE]], check=False)
         if context.info()["state"] == driver.STATE_EVICTED:
             assert context.rc == 0
             if by != "host" and n == 1:
@@ -127,8 +127,8 @@ def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: s
         assert context.memory_info()["parked"] == 0 and not list(folder.iterdir())
         assert context.seq_state(1) == pair.twin.seq_state(1)
         # no batch goes on with it, in which the other sequence has rows or not
-        assert_refused(context, [(TOKENS[N_CUT], N_CUT, 0, True)])
-        assert_refused(context, [(OTHER[NEXT], NEXT, 1, True), (TOKENS[N_CUT], N_CUT, 0, True)])
+        assert_refused(context, [(TOKENS[N_BEFORE], N_BEFORE, 0, True)])
+        assert_refused(context, [(OTHER[NEXT], NEXT, 1, True), (TOKENS[N_BEFORE], N_BEFORE, 0, True)])
         assert context.arm(N_PROMPT) == context.evict() == driver.ERR_SEQ and context.restore(N_PROMPT) == 0
         pair.other_goes_on()
         assert_as_new(context, new_context, same, **dge)
@@ -138,7 +138,7 @@ def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: s
 
 
 @pytest.mark.parametrize("park", ["off", "ram", "disk"])
-def test_each_layer_of_a_cut_fails(new_context: ContextFactory, tmp_path: Path, by: str, park: str) -> None:
+def test_each_layer_of_an_eviction_fails(new_context: ContextFactory, tmp_path: Path, by: str, park: str) -> None:
     each_layer_fails(new_context, tmp_path, by, park)
 
 
@@ -217,7 +217,7 @@ def test_growth_fails(new_context: ContextFactory, kv_unified: bool) -> None:
     assert n_failed == 2 * N_LAYER
 
 
-def test_a_cut_that_another_batch_makes(new_context: ContextFactory, by: str) -> None:
+def test_an_eviction_that_another_batch_makes(new_context: ContextFactory, by: str) -> None:
     """A batch without rows of the lost sequence is evaluated. The sequence ends with its next one."""
     pair = Pair(new_context)
     context = pair.context
@@ -226,13 +226,13 @@ def test_a_cut_that_another_batch_makes(new_context: ContextFactory, by: str) ->
     pair.lose()
     assert np.array_equal(got, pair.twin.decode(OTHER[NEXT : NEXT + 1], seq=1))
     assert_empty(context)
-    assert_refused(context, [(TOKENS[N_CUT], N_CUT, 0, True)])
-    assert_refused(context, [(OTHER[NEXT + 1], NEXT + 1, 1, True), (TOKENS[N_CUT], N_CUT, 0, True)])
+    assert_refused(context, [(TOKENS[N_BEFORE], N_BEFORE, 0, True)])
+    assert_refused(context, [(OTHER[NEXT + 1], NEXT + 1, 1, True), (TOKENS[N_BEFORE], N_BEFORE, 0, True)])
     pair.other_goes_on()
 
 
 @pytest.mark.parametrize("armed", [True, False])
-def test_a_forced_cut(new_context: ContextFactory, by: str, armed: bool) -> None:
+def test_a_forced_eviction(new_context: ContextFactory, by: str, armed: bool) -> None:
     pair = Pair(new_context, park="ram")
     context = pair.context
     if not armed:
@@ -242,7 +242,7 @@ def test_a_forced_cut(new_context: ContextFactory, by: str, armed: bool) -> None
     pair.lose()
     assert_empty(context)
     pair.other_goes_on()
-    assert_refused(context, [(TOKENS[N_CUT], N_CUT, 0, True)])
+    assert_refused(context, [(TOKENS[N_BEFORE], N_BEFORE, 0, True)])
 
 
 ENDS: dict[str, Any] = {
@@ -264,27 +264,27 @@ def test_what_ends_it(new_context: ContextFactory, end: str) -> None:
     with failing_move(1):
         assert context.evict() == driver.ERR_LOST
     # to remove what is above a position is what llama-cpp-python does in front of each batch
-    assert context.seq_rm(0, N_CUT, -1) and context.seq_rm(-1, N_CUT, -1)
+    assert context.seq_rm(0, N_BEFORE, -1) and context.seq_rm(-1, N_BEFORE, -1)
     assert_empty(context)
-    assert_refused(context, [(TOKENS[N_CUT], N_CUT, 0, True)])
+    assert_refused(context, [(TOKENS[N_BEFORE], N_BEFORE, 0, True)])
     ENDS[end](context, saved)
     assert context.info()["error"] == driver.OK
     at = context.pos_max() + 1
-    assert at == {"copied into": NEXT, "state": N_CUT}.get(end, 0)
-    context.decode([TOKENS[N_CUT]], pos=at or 7)  # llama.cpp takes an empty sequence from any position
+    assert at == {"copied into": NEXT, "state": N_BEFORE}.get(end, 0)
+    context.decode([TOKENS[N_BEFORE]], pos=at or 7)  # llama.cpp takes an empty sequence from any position
     assert context.pos_max() == (at or 7)
 
 
 @pytest.mark.parametrize("recall_async", [False, True])
-def test_each_layer_of_a_choice_fails(new_context: ContextFactory, recall_async: bool) -> None:
+def test_each_layer_of_a_selection_fails(new_context: ContextFactory, recall_async: bool) -> None:
     dge = {"park": "ram", "recall": 2, "recall_async": recall_async}
     for n in range(1, N_LAYER + 1):
         pair = Pair(new_context, **dge)
         context = pair.context
-        decode_each(context, TOKENS[N_CUT : N_CUT + 1])
+        decode_each(context, TOKENS[N_BEFORE : N_BEFORE + 1])
         assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_recalls"] == 0
         with failing_move(n):
-            for at in range(N_CUT + 1, N_CUT + 8):
+            for at in range(N_BEFORE + 1, N_BEFORE + 8):
                 context.decode([TOKENS[at]], pos=at, check=False)
                 if context.rc != 0:
                     break
@@ -311,7 +311,7 @@ def test_each_layer_of_a_restore_fails(new_context: ContextFactory, tmp_path: Pa
     for n in range(1, N_LAYER + 1):
         pair = Pair(new_context, **dge)
         context = pair.context
-        assert context.evict() == driver.OK and context.info()["n_parked"] == N_CUT
+        assert context.evict() == driver.OK and context.info()["n_parked"] == N_BEFORE
         before = context.seq_state(1)
         with failing_move(n):
             assert context.restore(N_PROMPT) == driver.ERR_LOST
@@ -333,7 +333,7 @@ def by_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_graph_that_stops_half_way(new_context: ContextFactory, by_cpu: None) -> None:
     """No injected failure: the abort callback ends the CPU's graph between two of its operations."""
 
-    def forced_cut(stop_at: int) -> tuple[Context, int, int]:
+    def forced_eviction(stop_at: int) -> tuple[Context, int, int]:
         context = new_context("g2", **F32, n_seq_max=2, dge=dge_of(park="ram"))
         interleave(context)
         calls = count()
@@ -342,11 +342,11 @@ def test_a_graph_that_stops_half_way(new_context: ContextFactory, by_cpu: None) 
         context.set_abort(None)
         return context, status, next(calls)
 
-    _, status, n_calls = forced_cut(2**30)
+    _, status, n_calls = forced_eviction(2**30)
     assert status == driver.OK
     seen = {driver.ERR_ABORTED: 0, driver.ERR_LOST: 0, driver.OK: 0}
     for stop_at in range(n_calls - 1, 0, -1):
-        context, status, _ = forced_cut(stop_at)
+        context, status, _ = forced_eviction(stop_at)
         seen[status] += 1
         if status == driver.ERR_ABORTED:
             assert context.info()["n_rows"] == N_PROMPT and context.evict() == driver.OK

@@ -1,4 +1,4 @@
-"""Sequences that share one context: a cut concerns its own sequence only, and what it frees is used by the others.
+"""Sequences that share one context: an eviction changes its own sequence only, and the others use what it frees.
 
 Every sequence is compared with one that has a context for itself. In f32, without flash attention, rows in other cells
 and in other batches change logits by the order of sums only.
@@ -44,7 +44,7 @@ def together(context: Context, step: int, seqs: list[int]) -> dict[int, driver.L
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "pyramidkv", "streamingllm"])
 @pytest.mark.parametrize("elastic", [False, True])
 def test_eight_sequences(new_context: ContextFactory, policy: str, elastic: bool) -> None:
-    """Prefill, cut and decode of eight sequences in a cache that could not hold half of them uncut."""
+    """Prefill, eviction and decoding of eight sequences in a cache that could not hold half of them full."""
     assert sum(LENGTHS) > 1.9 * N_CTX
     dge = {**DGE, "policy": policy, "park": "off"}
     settings: dict[str, Any] = {**F32, "n_ctx": N_CTX, "n_seq_max": 8, "elastic": elastic}
@@ -59,7 +59,7 @@ def test_eight_sequences(new_context: ContextFactory, policy: str, elastic: bool
         assert status == [driver.OK if n_prompt > 40 else driver.NOTHING_TO_EVICT] * 2
         got = decode_each(context, answer_of(seq, 4), seq)
         assert nmse(got, decode_each(alone[seq], answer_of(seq, 4))) <= SAME
-        # neither its rows nor its cut changed a bit of the others
+        # neither its rows nor its eviction changed a bit of the others
         assert [context.seq_state(s) for s in range(seq)] == others
         if n_prompt > 40:
             assert context.info(seq)["state"] == driver.STATE_EVICTED
@@ -86,8 +86,8 @@ def test_eight_sequences_would_not_fit(new_context: ContextFactory) -> None:
 
 @UNIFIED
 @pytest.mark.parametrize("elastic", [False, True])
-def test_cuts_at_different_times(new_context: ContextFactory, kv_unified: bool, elastic: bool) -> None:
-    """Four sequences in each batch, armed at unlike steps: each is cut when its own draft is there."""
+def test_evictions_at_different_times(new_context: ContextFactory, kv_unified: bool, elastic: bool) -> None:
+    """Four sequences in each batch, armed at unlike steps: each is evicted when its own draft is there."""
     seqs, armed_at = [0, 1, 2, 4], {0: 0, 1: 2, 2: 2, 4: 7}
     settings: dict[str, Any] = {**F32, "n_ctx": 5 * 512, "n_seq_max": 5, "kv_unified": kv_unified, "elastic": elastic}
     context = new_context("g2", **settings, dge=DGE)
@@ -116,7 +116,7 @@ def test_cuts_at_different_times(new_context: ContextFactory, kv_unified: bool, 
 
 @UNIFIED
 @pytest.mark.parametrize("flash_attn, types", [(False, "f16"), (True, "q8_0")])
-def test_a_cut_changes_no_bit_of_others(
+def test_an_eviction_changes_no_bit_of_others(
     new_context: ContextFactory, kv_unified: bool, flash_attn: bool, types: str
 ) -> None:
     settings: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 3, "kv_unified": kv_unified, "flash_attn": flash_attn}
@@ -136,7 +136,7 @@ def test_a_cut_changes_no_bit_of_others(
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_freed_cells_are_used(new_context: ContextFactory, elastic: bool) -> None:
-    """A prompt that does not fit beside another fits as soon as that one is cut, elastic or not."""
+    """A prompt that does not fit beside another fits as soon as that one is evicted, elastic or not."""
     context = new_context("g2", **F32, n_ctx=512, n_seq_max=2, elastic=elastic, dge=DGE)
     alone = new_context("g2", **F32)
     prefill_and_arm(context, prompt_of(0))
@@ -150,8 +150,8 @@ def test_freed_cells_are_used(new_context: ContextFactory, elastic: bool) -> Non
 
 
 @pytest.mark.parametrize("shared_again", [False, True])
-def test_shared_prefix_before_a_cut(new_context: ContextFactory, shared_again: bool) -> None:
-    """Copies of a prefix: none of them is cut as long as another holds the rows, the last one is."""
+def test_shared_prefix_before_an_eviction(new_context: ContextFactory, shared_again: bool) -> None:
+    """Copies of a prefix: none of them is evicted as long as another holds the rows, the last one is."""
     context = new_context("g2", **F32, n_ctx=1024, n_seq_max=3, dge=DGE)
     prefix = tokens_of(120, 8)
     context.decode(prefix, every=False)
@@ -171,7 +171,7 @@ def test_shared_prefix_before_a_cut(new_context: ContextFactory, shared_again: b
         assert context.seq_rm(2, -1, -1)
         assert context.arm(151, 1) == alone[1].arm(151) == driver.OK
         context.seq_cp(1, 2)
-        # shared again before the cut: it is given up, and nothing is lost
+        # shared again before the eviction: it is given up, and nothing is lost
         got = decode_each(context, answer_of(1, 6), 1)
         assert context.info(1)["error"] == driver.ERR_SHARED and context.info(1)["state"] == driver.STATE_FULL
         alone[1].disarm()
@@ -192,8 +192,8 @@ def new_decode(new_context: ContextFactory, prompt: list[int], tokens: list[int]
 
 
 @UNIFIED
-def test_copies_after_a_cut(new_context: ContextFactory, kv_unified: bool) -> None:
-    """Three answers to one prompt that was cut once; one ends, one is restored, the third goes on."""
+def test_copies_after_an_eviction(new_context: ContextFactory, kv_unified: bool) -> None:
+    """Three answers to one prompt that was evicted once; one ends, one is restored, the third goes on."""
     context = new_context("g2", **F32, n_ctx=2048, n_seq_max=4, kv_unified=kv_unified, dge=DGE)
     prefill_and_arm(context, prompt_of(0))
     decode_each(context, answer_of(0, 5))
@@ -218,7 +218,7 @@ def test_copies_after_a_cut(new_context: ContextFactory, kv_unified: bool) -> No
 @UNIFIED
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_shift_of_another_sequence(new_context: ContextFactory, kv_unified: bool, flash_attn: bool) -> None:
-    """A K-shift of a sequence that was not cut leaves the one that was as it is."""
+    """A K-shift of a sequence that was not evicted leaves the one that was as it is."""
     settings: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 2, "kv_unified": kv_unified, "flash_attn": flash_attn}
     context, twin = (new_context("g2", **settings, dge=DGE) for _ in range(2))
     alone = new_context("g2", flash_attn=flash_attn)

@@ -1,4 +1,4 @@
-"""After a cut, decoding equals decoding on the full cache with everything masked that was evicted.
+"""After an eviction, decoding equals decoding on the full cache with everything masked that was evicted.
 
 The kept positions come from the library, the logits that they must lead to from the NumPy forward pass. Whether they
 are the right ones is the business of test_kept_sets.py.
@@ -53,7 +53,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "batches": ["first", "later"],
 }
 
-# tokens per llama_decode() after the cut: a batch of several is where a causal mask over moved rows goes wrong
+# tokens per llama_decode() after the eviction: a batch of several is where a causal mask over moved rows goes wrong
 BATCHES = {"first": (5,) + (1,) * 20 + (7,), "later": (1,) * 12 + (5,) + (1,) * 15}
 
 CASES = covering_set(FACTORS)
@@ -61,19 +61,23 @@ CASES = covering_set(FACTORS)
 Kept = list[list[npt.NDArray[np.int32]]]
 
 
-class CutRun:
-    """One sequence in the library and in the reference, up to the cut and 32 tokens beyond."""
+class EvictedRun:
+    """One sequence in the library and in the reference, up to the eviction and 32 tokens beyond."""
 
     def __init__(self, zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any], seed: int = 0) -> None:
         flash_attn, type_k, type_v = case["cache"]
         names = ("policy", "scores", "pooling", "draft_tokens", "budget")
         self.settings = Settings(**{name: case[name] for name in names})
         self.n_prompt, n_draft = case["n_prompt"], case["draft_tokens"] - 1
-        self.n_cut = self.n_prompt + n_draft
+        self.n_before = self.n_prompt + n_draft
         self.sizes = BATCHES[case["batches"]]
         rng = np.random.default_rng([seed, self.n_prompt])
-        tokens = rng.integers(3, N_VOCAB, self.n_cut + sum(self.sizes)).tolist()
-        prompt, draft, self.rest = tokens[: self.n_prompt], tokens[self.n_prompt : self.n_cut], tokens[self.n_cut :]
+        tokens = rng.integers(3, N_VOCAB, self.n_before + sum(self.sizes)).tolist()
+        prompt, draft, self.rest = (
+            tokens[: self.n_prompt],
+            tokens[self.n_prompt : self.n_before],
+            tokens[self.n_before :],
+        )
 
         self.context = new_context(
             case["model"],
@@ -100,7 +104,7 @@ class CutRun:
         return np.concatenate([decode(part) for part in parts[:n_batches]])
 
     def want(self, kept: Kept | None, n_batches: int | None = None) -> npt.NDArray[np.float64]:
-        """The reference's logits after the cut, with all rows but these masked (None: nothing masked)."""
+        """The reference's logits after the eviction, with all rows but these masked (None: nothing masked)."""
         sequence = self.reference.fork()
         if kept is not None:
             sequence.mask_all_but(kept)
@@ -123,28 +127,28 @@ def case_id(case: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_cut_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any]) -> None:
-    run = CutRun(zoo, new_context, case)
+def test_eviction_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any]) -> None:
+    run = EvictedRun(zoo, new_context, case)
     spec = zoo[case["model"]].weights.spec
     budget, n_draft = case["budget"], case["draft_tokens"] - 1
 
-    # proof of action: the cut was made, once, and left the rows that it should
+    # proof of action: the eviction was made, once, and left the rows that it should
     info = run.context.info()
     assert info["state"] == driver.STATE_EVICTED and info["error"] == driver.OK and info["n_evictions"] == 1
     assert (info["n_prompt"], info["n_draft"], info["budget"]) == (run.n_prompt, n_draft, budget)
-    assert (info["n_rows_before"], info["n_rows_after"]) == (run.n_cut, budget + n_draft)
+    assert (info["n_rows_before"], info["n_rows_after"]) == (run.n_before, budget + n_draft)
     assert info["n_rows"] == budget + n_draft + len(run.rest)
-    assert info["n_kv"] == 256 < run.n_cut + len(run.rest) or run.n_prompt < 256
+    assert info["n_kv"] == 256 < run.n_before + len(run.rest) or run.n_prompt < 256
     assert info["n_layer"] == spec.n_layer and run.context.layers() == list(range(spec.n_layer))
     assert info["boundary"] == run.n_prompt - 1
     assert info["bytes_after"] * info["n_rows_before"] == info["bytes_before"] * info["n_rows_after"] > 0
-    assert run.context.pos_max() == run.n_cut + len(run.rest) - 1
+    assert run.context.pos_max() == run.n_before + len(run.rest) - 1
     kept = run.context.kept()
     assert [len(heads) for heads in kept] == [spec.n_head_kv] * spec.n_layer
     for positions in (positions for heads in kept for positions in heads):
         assert len(positions) == budget + n_draft and (np.diff(positions) > 0).all()
         assert positions[0] >= 0
-        assert positions[-(8 + n_draft) :].tolist() == list(range(run.n_prompt - 8, run.n_cut))
+        assert positions[-(8 + n_draft) :].tolist() == list(range(run.n_prompt - 8, run.n_before))
 
     flash_attn, type_k, type_v = case["cache"]
     largest, median = nmse_bounds(type_k, type_v, flash_attn, spec.n_layer)
@@ -154,21 +158,21 @@ def test_cut_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[st
     assert float(np.median(errors)) <= median
 
 
-def mutants(run: CutRun, kept: Kept, n_layer: int, n_head_kv: int) -> dict[str, Kept | None]:
-    """Kept sets that are wrong in the ways in which a cut could be wrong."""
+def mutants(run: EvictedRun, kept: Kept, n_layer: int, n_head_kv: int) -> dict[str, Kept | None]:
+    """Kept sets that are wrong in the ways in which an eviction could be wrong."""
 
     def changed(il: int, ih: int, positions: npt.ArrayLike) -> Kept:
         copy = [list(heads) for heads in kept]
         copy[il][ih] = np.sort(np.asarray(positions, dtype=np.int32))
         return copy
 
-    wrong: dict[str, Kept | None] = {"nothing was cut": None}
+    wrong: dict[str, Kept | None] = {"nothing was evicted": None}
     n_past = run.n_prompt - run.settings.window
     for il in range(n_layer):
         for ih in range(n_head_kv):
             rows = kept[il][ih]
             # the row that the rest of the sequence attends most, and one that was evicted
-            probe = run.reference.q[il][run.n_cut - 1].reshape(n_head_kv, -1, run.reference.q[il].shape[2])[ih]
+            probe = run.reference.q[il][run.n_before - 1].reshape(n_head_kv, -1, run.reference.q[il].shape[2])[ih]
             logits = (probe @ run.reference.k[il][:, ih].T).mean(axis=0)
             best = rows[rows < n_past][np.argmax(logits[rows[rows < n_past]])]
             evicted = np.setdiff1d(np.arange(n_past), rows)
@@ -180,8 +184,8 @@ def mutants(run: CutRun, kept: Kept, n_layer: int, n_head_kv: int) -> dict[str, 
         wrong[f"heads exchanged in layer {il}"] = [
             list(reversed(heads)) if i == il else list(heads) for i, heads in enumerate(kept)
         ]
-        wrong[f"layer {il} not cut"] = [
-            [np.arange(run.n_cut)] * n_head_kv if i == il else list(heads) for i, heads in enumerate(kept)
+        wrong[f"layer {il} not evicted"] = [
+            [np.arange(run.n_before)] * n_head_kv if i == il else list(heads) for i, heads in enumerate(kept)
         ]
     wrong["the newest row lost"] = [[rows[:-1] for rows in heads] for heads in kept]
     return wrong
@@ -189,7 +193,9 @@ def mutants(run: CutRun, kept: Kept, n_layer: int, n_head_kv: int) -> dict[str, 
 
 @pytest.mark.parametrize("cache", [(False, "f32", "f32"), (True, "f16", "f16"), (True, "q8_0", "q8_0")], ids=str)
 @pytest.mark.parametrize("model", ["one", "g2", "g3"])
-def test_a_wrong_cut_is_seen(zoo: Zoo, new_context: ContextFactory, model: str, cache: tuple[bool, str, str]) -> None:
+def test_a_wrong_eviction_is_seen(
+    zoo: Zoo, new_context: ContextFactory, model: str, cache: tuple[bool, str, str]
+) -> None:
     """The check above can fail: each wrong kept set moves the logits by far more than its bounds."""
     case = {
         "model": model,
@@ -203,7 +209,7 @@ def test_a_wrong_cut_is_seen(zoo: Zoo, new_context: ContextFactory, model: str, 
         "n_ubatch": 32,
         "batches": "later",
     }
-    run = CutRun(zoo, new_context, case)
+    run = EvictedRun(zoo, new_context, case)
     kept = run.context.kept()
     spec = ZOO[model]
     assert nmse(run.after, run.want(kept)) <= nmse_bounds(cache[1], cache[2], cache[0], spec.n_layer)[0]

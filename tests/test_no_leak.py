@@ -1,4 +1,4 @@
-"""What was evicted has no influence any more, and every request is cut, not only the first."""
+"""What was evicted has no influence any more, and every request is evicted, not only the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reference import driver
 from reference.bounds import nmse_bounds
 from reference.forward import Reference, nmse
 from reference.policies import Settings
-from reference.scenario import cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import decode_each, evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
@@ -41,23 +41,25 @@ def test_evicted_tokens_have_no_influence(
     settings = {"flash_attn": cache[0], "type_k": cache[1], "type_v": cache[2]}
     tokens = tokens_of(N_PROMPT + 34, 0)
     other = with_other_tokens(tokens, positions, 1)
-    logits = [cut_after(new_context("one", **settings, dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)]
+    logits = [
+        evict_after(new_context("one", **settings, dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)
+    ]
     assert np.array_equal(logits[0], logits[1])
 
-    # the check can fail: without a cut the same change shows
+    # the check can fail: without an eviction the same change shows
     full = [new_context("one", **settings) for _ in range(2)]
     for context, t in zip(full, (tokens, other)):
         context.decode(t[:N_PROMPT])
-    uncut = [decode_each(context, t[N_PROMPT:])[2:] for context, t in zip(full, (tokens, other))]
-    assert not np.array_equal(uncut[0], uncut[1])
-    assert nmse(uncut[0], logits[0]) > 1e-3
+    full = [decode_each(context, t[N_PROMPT:])[2:] for context, t in zip(full, (tokens, other))]
+    assert not np.array_equal(full[0], full[1])
+    assert nmse(full[0], logits[0]) > 1e-3
 
 
 @pytest.mark.parametrize("position", [0, 3, N_PROMPT - 36, N_PROMPT - 1])
 def test_kept_tokens_do_have_influence(new_context: ContextFactory, position: int) -> None:
     tokens = tokens_of(N_PROMPT + 34, 0)
     other = with_other_tokens(tokens, range(position, position + 1), 2)
-    logits = [cut_after(new_context("one", dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)]
+    logits = [evict_after(new_context("one", dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)]
     assert not np.array_equal(logits[0], logits[1])
 
 
@@ -65,13 +67,15 @@ def test_deeper_models_still_feel_what_was_read_before(new_context: ContextFacto
     """Why the test above needs one layer."""
     tokens = tokens_of(N_PROMPT + 34, 0)
     other = with_other_tokens(tokens, EVICTED, 1)
-    logits = [cut_after(new_context("g3", dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)]
+    logits = [evict_after(new_context("g3", dge=SINKS.as_params()), t, N_PROMPT, 2) for t in (tokens, other)]
     assert not np.array_equal(logits[0], logits[1])
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "streamingllm"])
 @pytest.mark.parametrize("flash_attn", [False, True], ids=["no_fa", "fa"])
-def test_every_request_of_a_series_is_cut(zoo: Zoo, new_context: ContextFactory, policy: str, flash_attn: bool) -> None:
+def test_every_request_of_a_series_is_evicted(
+    zoo: Zoo, new_context: ContextFactory, policy: str, flash_attn: bool
+) -> None:
     """20 prompts of different lengths on one context: rows counted and logits checked for each."""
     s = Settings(policy=policy, budget=32, draft_tokens=2)
     context = new_context("g3", flash_attn=flash_attn, n_ctx=512, n_ubatch=64, dge=s.as_params())
@@ -100,7 +104,7 @@ def test_every_request_of_a_series_is_cut(zoo: Zoo, new_context: ContextFactory,
 
 
 def test_freed_cells_can_be_used_again(new_context: ContextFactory) -> None:
-    """A cut makes room: more tokens fit than the cache has cells, and without it they do not."""
+    """An eviction makes room: more tokens fit than the cache has cells, and without it they do not."""
     tokens = tokens_of(200 + 2 + 180, 4)
     full = new_context("g3", n_ctx=256)
     full.decode(tokens[:200])
@@ -110,7 +114,7 @@ def test_freed_cells_can_be_used_again(new_context: ContextFactory) -> None:
     assert full.rc == 1
 
     context = new_context("g3", n_ctx=256, dge=Settings(budget=32).as_params())
-    logits = cut_after(context, tokens, 200, 1)
+    logits = evict_after(context, tokens, 200, 1)
     assert np.isfinite(logits).all()
     assert context.info()["n_rows"] == 33 + 181
     assert context.info()["n_kv"] == 256

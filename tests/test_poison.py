@@ -27,14 +27,14 @@ PLAIN = [("f16", "f16"), ("f32", "f32"), ("bf16", "bf16"), ("q8_0", "f16")]
 RUNS = [(True, types, pattern) for types in FLASH for pattern in (NAN, ALL_ONES, LARGE)] + [
     (False, types, pattern) for types in PLAIN for pattern in (LARGE, LARGE_NEGATIVE)
 ]
-MOMENTS = ["before the prompt", "before the draft", "before the cut", "after the cut", "later"]
+MOMENTS = ["before the prompt", "before the draft", "before the eviction", "after the eviction", "later"]
 LENGTHS = [97, 131, 255, 256, 257]
 
 
 def run(
     new_context: ContextFactory, settings: dict[str, Any], n_prompt: int, moment: str | None, pattern: int
 ) -> tuple[driver.Logits, list[list[list[int]]]]:
-    """A prompt, a cut and 30 tokens, with free cells poisoned at a moment (None: never)."""
+    """A prompt, an eviction and 30 tokens, with free cells poisoned at a moment (None: never)."""
     s = Settings(budget=40, draft_tokens=3, scores="both")
     # micro-batches of 50 rows: below the 64 from which on flash attention takes the routine that reads masked cells
     context = new_context("g2", n_ctx=512, n_ubatch=50, **settings, dge=s.as_params())
@@ -49,10 +49,10 @@ def run(
     prefill_and_arm(context, tokens[:n_prompt])
     poison("before the draft")
     logits = [decode_each(context, tokens[n_prompt : n_prompt + 2])]
-    poison("before the cut")
+    poison("before the eviction")
     logits += [context.decode([tokens[n_prompt + 2]])]
     assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_rows"] == 43
-    poison("after the cut")
+    poison("after the eviction")
     logits += [decode_each(context, tokens[n_prompt + 3 : n_prompt + 14]), context.decode(tokens[n_prompt + 14 :][:5])]
     poison("later")
     logits += [decode_each(context, tokens[n_prompt + 19 :])]
@@ -89,7 +89,7 @@ def test_poison_needs_eviction(new_context: ContextFactory) -> None:
 
 
 def test_poison_would_be_seen(new_context: ContextFactory) -> None:
-    """The pattern does reach the cells: where stock llama.cpp reads masked cells, NaN spoils an uncut sequence."""
+    """The pattern does reach the cells: where stock llama.cpp reads masked cells, NaN spoils a full sequence."""
     tokens = tokens_of(50, 1)
     context = new_context("one", flash_attn=False, dge=Settings().as_params())
     context.decode(tokens[:40])

@@ -81,7 +81,7 @@ def test_every_step_equals_the_masked_cache(
             cells_in_use(context, every)
         errors.append(nmse(got, reference.step([token])[0]))
     info = context.info()
-    # the first choice is the cut
+    # the first choice is the eviction
     assert info["n_recalls"] == (219 - 151) // every and info["n_moved"] > 0
     assert info["n_parked"] == 151 and info["bytes_parked"] > 0
     assert max(errors) < largest and np.median(errors) < median
@@ -92,7 +92,7 @@ def test_every_step_equals_the_masked_cache(
 @pytest.mark.usefixtures("scored_by")
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("model", ["g1", "g2", "g8"])
-def test_the_last_queries_choose(zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool) -> None:
+def test_the_last_queries_select(zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool) -> None:
     """Each choice is the one that SnapKV makes of a prompt that ends here."""
     context = new_context(model, flash_attn=flash_attn, dge=recall(5))
     tokens = tokens_of(200, 1)
@@ -130,7 +130,7 @@ def test_a_budget_for_all_rows_is_the_full_cache(new_context: ContextFactory, fl
 
 
 def test_a_short_prompt_with_a_long_answer(new_context: ContextFactory) -> None:
-    """Rows stay within the budget however long the answer is; the first cut comes when they exceed it."""
+    """Rows stay within the budget however long the answer is; the first eviction comes when they exceed it."""
     context = new_context("g2", n_ctx=1024, flash_attn=True, dge=recall(4))
     tokens = tokens_of(800, 3)
     prefill_and_arm(context, tokens[:20])
@@ -160,7 +160,7 @@ def test_free_cells_are_never_read(new_context: ContextFactory, pattern: int) ->
 
 
 @pytest.mark.parametrize("park_rows", [0, 2000])
-def test_restore_gives_back_what_was_before_the_first_cut(new_context: ContextFactory, park_rows: int) -> None:
+def test_restore_puts_back_what_was_before_the_eviction(new_context: ContextFactory, park_rows: int) -> None:
     """Rows that were made with an evicted cache do not come back; more than the store has room for is appended."""
     context = new_context("g2", n_ctx=4096, elastic=True, dge=recall(8))
     full = new_context("g2", n_ctx=4096)
@@ -174,7 +174,7 @@ def test_restore_gives_back_what_was_before_the_first_cut(new_context: ContextFa
     assert np.array_equal(context.decode(tokens[151:180]), full.decode(tokens[151:180]))
 
 
-def test_rows_after_a_choice_can_be_removed(zoo: Zoo, new_context: ContextFactory) -> None:
+def test_entries_after_a_selection_can_be_removed(zoo: Zoo, new_context: ContextFactory) -> None:
     """As speculative decoding does: tokens above the last choice are taken back and replaced."""
     context = new_context("g2", dge=recall(4))
     reference = Reference(zoo["g2"].weights, "f16", "f16")
@@ -227,7 +227,7 @@ def test_two_sequences(new_context: ContextFactory) -> None:
         assert both.info(1)["state"] == driver.STATE_FULL
 
 
-def test_a_copied_sequence_is_not_chosen_again(new_context: ContextFactory) -> None:
+def test_a_copied_sequence_is_not_selected_again(new_context: ContextFactory) -> None:
     """Cells of two sequences cannot be moved: the rows of the last choice go on until the copy is gone."""
     context = new_context("g2", n_seq_max=2, dge=recall(3))
     tokens = tokens_of(300, 10)
@@ -245,7 +245,7 @@ def test_a_copied_sequence_is_not_chosen_again(new_context: ContextFactory) -> N
     assert context.info()["n_recalls"] > n_recalls and context.info()["n_rows_after"] == BUDGET
 
 
-def test_a_state_holds_no_parked_rows(new_context: ContextFactory) -> None:
+def test_a_state_holds_no_host_copy(new_context: ContextFactory) -> None:
     """It continues with the rows of the last choice, and says that none can come back."""
     context = new_context("g2", dge=recall(5))
     tokens = tokens_of(300, 11)
@@ -264,7 +264,7 @@ def test_a_state_holds_no_parked_rows(new_context: ContextFactory) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_a_choice_without_memory_changes_nothing(new_context: ContextFactory, n: int) -> None:
+def test_a_selection_without_memory_changes_nothing(new_context: ContextFactory, n: int) -> None:
     context = new_context("g2", dge=recall(4))
     tokens = tokens_of(300, 12)
     prefill_and_arm(context, tokens[:150])
@@ -284,7 +284,7 @@ def test_a_choice_without_memory_changes_nothing(new_context: ContextFactory, n:
     assert context.info()["n_recalls"] > info["n_recalls"]
 
 
-def test_abort_in_a_choice(new_context: ContextFactory) -> None:
+def test_abort_in_a_selection(new_context: ContextFactory) -> None:
     """The callback stops a choice at any of its steps: the old rows go on, and the next decode chooses."""
     tokens = tokens_of(300, 13)
 
@@ -322,7 +322,7 @@ def test_abort_in_a_choice(new_context: ContextFactory) -> None:
     assert n_stopped >= ZOO["g2"].n_layer
 
 
-def test_no_refresh_is_dge_as_published(new_context: ContextFactory) -> None:
+def test_no_recall_is_dge_as_published(new_context: ContextFactory) -> None:
     """recall=0 with parked rows changes nothing in what is attended."""
     s = Settings(budget=BUDGET, window=WINDOW)
     tokens = tokens_of(220, 16)
@@ -336,7 +336,7 @@ def test_no_refresh_is_dge_as_published(new_context: ContextFactory) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("every", [1, 3, -1])
-def test_rows_that_are_taken_back_after_they_were_parked(
+def test_entries_that_are_removed_after_they_were_copied_to_the_host(
     zoo: Zoo, new_context: ContextFactory, every: int, overlap: bool
 ) -> None:
     """A look, or a thread, has parked rows that are then removed and replaced by others: the others count."""
@@ -364,7 +364,7 @@ def test_rows_that_are_taken_back_after_they_were_parked(
     assert context.info()["n_recalls"] >= (1 if every < 0 else 10)
 
 
-def test_settings_that_change_between_two_choices(new_context: ContextFactory) -> None:
+def test_settings_that_change_between_two_selections(new_context: ContextFactory) -> None:
     """The captured queries are dropped: the next choice comes when there are enough again, without a warning."""
     context = new_context("g2", dge=recall(3))
     tokens = tokens_of(300, 23)
@@ -380,7 +380,7 @@ def test_settings_that_change_between_two_choices(new_context: ContextFactory) -
     assert not [line for line in lines if "goes on" in line]
 
 
-def test_a_restore_does_not_choose_first(new_context: ContextFactory) -> None:
+def test_a_restore_does_not_select_first(new_context: ContextFactory) -> None:
     """A choice is due at the moment of the restore: it would copy and score rows that are going to be dropped."""
     context = new_context("g2", dge=recall(1))
     tokens = tokens_of(300, 24)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         ("g8", True, True, "uniform"),
     ],
 )
-def test_overlap_is_one_choice_late(
+def test_async_is_one_selection_late(
     zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool, elastic: bool, head_budgets: str
 ) -> None:
     """A thread chooses from what was there at the choice before; every step still equals the masked cache."""
@@ -39,12 +39,12 @@ def test_overlap_is_one_choice_late(
     prefill_and_arm(context, tokens[:150])
     reference.run(tokens[:150])
     s = Settings(scores="policy", budget=BUDGET, window=WINDOW)
-    n_recalls, is_cut, gaps, errors = 0, False, [], []
+    n_recalls, is_evicted, gaps, errors = 0, False, [], []
     for token in tokens[150:]:
         got = context.decode([token])[0]
         info = context.info()
-        if info["n_recalls"] != n_recalls or (info["state"] == driver.STATE_EVICTED and not is_cut):
-            is_cut = True
+        if info["n_recalls"] != n_recalls or (info["state"] == driver.STATE_EVICTED and not is_evicted):
+            is_evicted = True
             kept = context.kept()
             if info["n_recalls"] != n_recalls:
                 assert info["n_recalls"] == n_recalls + 1
@@ -67,7 +67,7 @@ def test_overlap_is_one_choice_late(
 
 
 @pytest.mark.parametrize("what", ["clear", "seq_rm", "restore", "enable", "disable", "free", "state", "tail"])
-def test_whatever_ends_a_choice_that_a_thread_makes(new_context: ContextFactory, what: str) -> None:
+def test_whatever_ends_a_selection_on_a_thread(new_context: ContextFactory, what: str) -> None:
     """No thread reads rows that are gone; what comes next is as in a fresh context."""
     tokens = tokens_of(300, 21)
     dge = recall(3, recall_async=True)

@@ -27,7 +27,7 @@ def test_auto(new_context: ContextFactory, mass: float) -> None:
     info = context.info()
     assert info["state"] == driver.STATE_EVICTED and info["n_rows"] <= BUDGET + 9
     if mass < 0.1:
-        # the cut at 151 knows no mass, so the first look chooses; then every 8 rows
+        # the eviction at 151 knows no mass, so the first look chooses; then every 8 rows
         assert info["n_recalls"] == 1 + (350 - 152) // 8 and info["n_checks"] == 199 - 24
     else:
         assert 30 < info["n_recalls"] < 190 and info["n_checks"] > 170

@@ -1,4 +1,4 @@
-"""The reference itself: it must agree with llama.cpp on an uncut cache before it may judge a cut one."""
+"""The reference itself: it must agree with llama.cpp on a full cache before it may judge an evicted one."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def test_mask_hides_rows(zoo: Zoo) -> None:
     kept = [[np.arange(0, 50, 2), np.arange(25, 50)]]
     logits = []
     for spoil in (False, True):
-        cut = full.fork()
-        cut.mask_all_but(kept)
+        evicted = full.fork()
+        evicted.mask_all_but(kept)
         if spoil:
-            cut.k[0], cut.v[0] = cut.k[0].copy(), cut.v[0].copy()
-            cut.k[0][1:50:2, 0], cut.v[0][1:50:2, 0] = 9.0, 9.0
-            cut.k[0][:25, 1], cut.v[0][:25, 1] = 9.0, 9.0
-        logits.append(cut.run(tokens[50:]))
+            evicted.k[0], evicted.v[0] = evicted.k[0].copy(), evicted.v[0].copy()
+            evicted.k[0][1:50:2, 0], evicted.v[0][1:50:2, 0] = 9.0, 9.0
+            evicted.k[0][:25, 1], evicted.v[0][:25, 1] = 9.0, 9.0
+        logits.append(evicted.run(tokens[50:]))
     assert np.array_equal(logits[0], logits[1])
     assert nmse(full.run(tokens[50:]), logits[0]) > 1e-2
 

@@ -1,6 +1,6 @@
-"""Parking and restore: what comes back is bit for bit the cache that was never cut, or a clear error.
+"""Restore: the cache is bit for bit the one that was never evicted, or there is a clear error.
 
-Each case runs a session that is cut and restored and one of the same tokens, in the same batches, that was never cut.
+Each case runs one session that is evicted and restored, and one with the same batches that was never evicted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from reference.parked import (
     ANSWER,
     DGE,
     FIRST,
-    N_CUT,
+    N_BEFORE,
     N_PROMPT,
     QUESTION,
     close,
-    cut_session,
+    evicted_session,
+    full_session,
     parked,
     same_from_now_on,
-    uncut_session,
 )
 from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 
@@ -36,7 +36,7 @@ PARKS = pytest.mark.parametrize("park", ["ram", "disk"])
 UNIFIED = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
 
 
-# equal to a cache that was never cut
+# equal to a cache that was never evicted
 
 FACTORS: dict[str, list[Any]] = {
     "model": ["g1", "g2", "g3", "g8", "deep"],
@@ -68,18 +68,18 @@ def name_of(case: Any) -> str:
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_as_if_never_cut(new_context: ContextFactory, tmp_path: Path, case: dict[str, Any]) -> None:
-    """An appended question, an edited message, another beginning: then the logits and the next cut are the same."""
+def test_as_if_never_evicted(new_context: ContextFactory, tmp_path: Path, case: dict[str, Any]) -> None:
+    """An appended question, an edited message, another beginning: logits and the next eviction are the same."""
     dge = parked(tmp_path, **{name: case[name] for name in ("policy", "scores", "head_budgets", "park")})
     settings = {name: case[name] for name in ("flash_attn", "n_ubatch", "elastic")}
     settings |= {"type_k": case["types"][0], "type_v": case["types"][1], "dge": dge}
     sums = case["policy"] == "h2o" and case["scores"] != "draft"
     first, size = new_context(case["model"], **settings), {}
-    for n_match in (N_CUT, N_CUT + 50, 77, 1):
-        context = first if n_match == N_CUT else new_context(case["model"], **settings)
-        cut_session(context)
+    for n_match in (N_BEFORE, N_BEFORE + 50, 77, 1):
+        context = first if n_match == N_BEFORE else new_context(case["model"], **settings)
+        evicted_session(context)
         size[n_match] = context.memory_info()["n_cells"]
-        n = min(n_match, N_CUT)
+        n = min(n_match, N_BEFORE)
         assert context.restore(n_match) == n
         info = context.info()
         assert (info["state"], info["n_rows"], info["n_restored"]) == (driver.STATE_FULL, n, n)
@@ -87,11 +87,11 @@ def test_as_if_never_cut(new_context: ContextFactory, tmp_path: Path, case: dict
         assert (context.pos_min(), context.pos_max(), context.can_shift()) == (0, n - 1, True)
         assert not list(tmp_path.iterdir())
         twin = new_context(case["model"], **settings)
-        uncut_session(twin, n)
-        # rows that are gone are in the sums of H2O: it says so, and everything but the next cut is right
-        lost = sums and n < N_CUT
+        full_session(twin, n)
+        # rows that are gone are in the sums of H2O: it says so, and everything but the next eviction is right
+        lost = sums and n < N_BEFORE
         assert context.reuse(n + len(QUESTION), n) == (0 if lost else n)
-        same_from_now_on(context, twin, QUESTION, cut=not lost)
+        same_from_now_on(context, twin, QUESTION, evict=not lost)
         if lost:
             assert context.arm(n + len(QUESTION)) == driver.ERR_QUERIES
         context.close()
@@ -104,7 +104,7 @@ def test_regenerated_answer(new_context: ContextFactory, flash_attn: bool) -> No
     """Back to the end of the prompt: another answer, scored by the queries of the prompt that are still there."""
     settings = {"flash_attn": flash_attn, "dge": DGE}
     context = new_context("g2", **settings)
-    cut_session(context)
+    evicted_session(context)
     for seed in (3, 4):
         assert context.restore(N_PROMPT) == N_PROMPT == context.reuse(N_PROMPT, N_PROMPT)
         assert context.arm(N_PROMPT) == driver.OK
@@ -117,20 +117,20 @@ def test_regenerated_answer(new_context: ContextFactory, flash_attn: bool) -> No
 
 
 def test_the_comparison_would_fail(new_context: ContextFactory) -> None:
-    """A row too many, another row, or the rows that the cut left: each gives other logits."""
+    """A row too many, another row, or the rows that the eviction left: each gives other logits."""
     want = new_context("g2", dge=DGE)
-    uncut_session(want, N_CUT)
+    full_session(want, N_BEFORE)
     logits = want.decode(QUESTION)
     for wrong in range(3):
         context = new_context("g2", dge=DGE)
         tokens = list(FIRST)
         if wrong == 0:
             tokens[3] += 1 if tokens[3] < 200 else -1
-        cut_session(context, tokens=tokens)
+        evicted_session(context, tokens=tokens)
         if wrong < 2:
-            context.restore(N_CUT)
+            context.restore(N_BEFORE)
         else:
-            assert context.seq_rm(0, N_CUT, -1)
+            assert context.seq_rm(0, N_BEFORE, -1)
         if wrong == 1:
             assert context.debug_seq_rm(0, 5, 6)
         assert not np.array_equal(context.decode(QUESTION), logits), wrong
@@ -138,7 +138,7 @@ def test_the_comparison_would_fail(new_context: ContextFactory) -> None:
 
 @PARKS
 def test_many_turns(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
-    """Six turns on one context, every one cut and restored, against one that is never cut."""
+    """Six turns on one context, every one evicted and restored, against one that is never evicted."""
     settings: dict[str, Any] = {"n_ctx": 512, "elastic": True}
     context = new_context("g3", **settings, dge=parked(tmp_path, park, policy="h2o"))
     plain = new_context("g3", n_ctx=512)
@@ -168,7 +168,7 @@ def test_restore_between_other_sequences(new_context: ContextFactory, kv_unified
     settings: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "kv_unified": kv_unified, "flash_attn": flash_attn}
     context, twin = (new_context("g2", **settings, dge=DGE) for _ in range(2))
     for each in (context, twin):
-        cut_session(each)
+        evicted_session(each)
         for seq in (1, 2, 3):
             each.decode(tokens_of(60 + seq, seq), seq=seq)
         # holes between them
@@ -176,11 +176,11 @@ def test_restore_between_other_sequences(new_context: ContextFactory, kv_unified
             assert each.seq_rm(seq, 40 + seq, -1)
         each.decode(tokens_of(30, 9), seq=2)
     before = [context.seq_state(seq) for seq in (1, 2, 3)]
-    assert context.restore(N_CUT) == N_CUT
-    assert context.info()["n_rows"] == N_CUT
+    assert context.restore(N_BEFORE) == N_BEFORE
+    assert context.info()["n_rows"] == N_BEFORE
     assert [context.seq_state(seq) for seq in (1, 2, 3)] == before
     alone = new_context("g2", flash_attn=flash_attn)
-    uncut_session(alone, N_CUT)
+    full_session(alone, N_BEFORE)
     want = alone.decode(QUESTION)
     got = context.decode(QUESTION)
     assert close(got, want) if kv_unified else np.array_equal(got, want)
@@ -197,19 +197,19 @@ def test_no_room_to_restore(new_context: ContextFactory, kv_unified: bool) -> No
     settings: dict[str, Any] = {"n_ctx": 256 if kv_unified else 512, "n_seq_max": 2, "kv_unified": kv_unified}
     context, twin = (new_context("g2", **settings, dge=DGE) for _ in range(2))
     for each in (context, twin):
-        cut_session(each)
+        evicted_session(each)
         each.decode(tokens_of(190, 5), seq=1)
     if not kv_unified:
-        assert context.restore(N_CUT) == N_CUT
+        assert context.restore(N_BEFORE) == N_BEFORE
         return
     before = context.state()
-    assert context.restore(N_CUT) == driver.ERR_MEMORY
-    assert context.state() == before and context.info()["n_parked"] == N_CUT
+    assert context.restore(N_BEFORE) == driver.ERR_MEMORY
+    assert context.state() == before and context.info()["n_parked"] == N_BEFORE
     assert np.array_equal(decode_each(context, ANSWER), decode_each(twin, ANSWER))
     # fewer of them fit
     assert context.restore(60) == 60
     plain = new_context("g2")
-    uncut_session(plain, 60)
+    full_session(plain, 60)
     assert context.seq_rm(1, -1, -1)
     want, got = plain.decode(QUESTION), context.decode(QUESTION)
     assert close(got, want)
@@ -218,31 +218,31 @@ def test_no_room_to_restore(new_context: ContextFactory, kv_unified: bool) -> No
 @PARKS
 @UNIFIED
 def test_copies_restore_by_themselves(new_context: ContextFactory, tmp_path: Path, park: str, kv_unified: bool) -> None:
-    """A copy of a cut sequence shares what is parked; each of the two is restored, whatever the other does."""
+    """A copy of an evicted sequence shares what is parked; each of the two is restored, whatever the other does."""
     settings: dict[str, Any] = {"n_seq_max": 3, "kv_unified": kv_unified, "dge": parked(tmp_path, park)}
     context = new_context("g2", **settings)
-    cut_session(context)
+    evicted_session(context)
     bytes_parked = context.info()["bytes_parked"]
     context.seq_cp(0, 1)
-    assert context.info(1)["n_parked"] == N_CUT
+    assert context.info(1)["n_parked"] == N_BEFORE
     # one store, counted once
     assert context.memory_info()["parked"] == bytes_parked
     # whether the copy between streams was made already must not matter
     assert context.restore(77, seq=1) == 77
     plain = new_context("g2")
-    uncut_session(plain, 77)
+    full_session(plain, 77)
     want = plain.decode(QUESTION)
     got = context.decode(QUESTION, seq=1)
     assert close(got, want) if kv_unified else np.array_equal(got, want)
     twin = new_context("g2", **{**settings, "dge": DGE})
-    cut_session(twin)
+    evicted_session(twin)
     assert context.info()["state"] == driver.STATE_EVICTED
     assert close(decode_each(context, ANSWER), decode_each(twin, ANSWER))
     assert len(list(tmp_path.iterdir())) == (park == "disk")
-    assert context.restore(N_CUT) == N_CUT
+    assert context.restore(N_BEFORE) == N_BEFORE
     assert not list(tmp_path.iterdir())
     plain = new_context("g2")
-    uncut_session(plain, N_CUT)
+    full_session(plain, N_BEFORE)
     want, got = plain.decode(QUESTION), context.decode(QUESTION)
     assert close(got, want)
 
@@ -252,12 +252,12 @@ def test_copy_between_streams_that_is_not_made_yet(new_context: ContextFactory, 
     """llama.cpp copies streams at the next decode; a restore before it touches one of the two only."""
     settings: dict[str, Any] = {"n_seq_max": 2, "kv_unified": False, "dge": DGE}
     context, twin = (new_context("g2", **settings) for _ in range(2))
-    cut_session(context)
-    cut_session(twin)
+    evicted_session(context)
+    evicted_session(twin)
     context.seq_cp(0, 1)
-    assert context.restore(N_CUT, seq=restored) == N_CUT
+    assert context.restore(N_BEFORE, seq=restored) == N_BEFORE
     plain = new_context("g2")
-    uncut_session(plain, N_CUT)
+    full_session(plain, N_BEFORE)
     assert np.array_equal(decode_each(context, ANSWER, 1 - restored), decode_each(twin, ANSWER))
     assert np.array_equal(context.decode(QUESTION, seq=restored), plain.decode(QUESTION))
 
@@ -291,9 +291,9 @@ def test_poison_after_restore(new_context: ContextFactory) -> None:
     for flash_attn, pattern in ((True, driver.NAN_F16), (False, driver.LARGE_F16)):
         settings: dict[str, Any] = {"n_ubatch": 50, "flash_attn": flash_attn, "elastic": True, "dge": DGE}
         context, plain = new_context("g2", **settings), new_context("g2", **settings)
-        cut_session(context)
+        evicted_session(context)
         context.poison(pattern)
         assert context.restore(90) == 90
         assert context.poison(pattern) == context.memory_info()["n_cells"] - 90
-        uncut_session(plain, 90)
-        same_from_now_on(context, plain, QUESTION, cut=True)
+        full_session(plain, 90)
+        same_from_now_on(context, plain, QUESTION, evict=True)

@@ -45,7 +45,7 @@ class Requests:
         self.llm = make()
         self.said: list[int] = []
         self.counts: dict[str, int] = {}
-        self.n_cut = self.n_compared = self.n_recalls = self.n_stopped = 0
+        self.n_evicted = self.n_compared = self.n_recalls = self.n_stopped = 0
 
     def text(self, n: int) -> list[int]:
         return [token_of(chr(self.rng.randrange(0x21, 0x7F))) for _ in range(n)]
@@ -117,7 +117,7 @@ class Requests:
         self.said = self.llm.input_ids[: self.llm.n_tokens].tolist()
         self.n_recalls += stats.n_recalls
         if stats.state == "evicted":
-            self.n_cut += 1
+            self.n_evicted += 1
             assert stats.rows_before > stats.rows_after
         elif len(prompt) > BUDGET:
             # it ended in the draft
@@ -165,7 +165,7 @@ class Requests:
             self.llm._ctx.decode = decode
 
     def do_abort(self, prompt: list[int], settings: dict[str, Any]) -> None:
-        """The library's own callback, after a random number of calls: in a decode, a cut or a choice."""
+        """The library's own callback, after a random number of calls: in a decode, an eviction or a choice."""
         at, n = self.rng.choice([1, 5, 20, 60, 100, 200]), 0
 
         def stop() -> bool:
@@ -243,7 +243,11 @@ def test_random_requests(new_llm: Instances, recall: int | str, overlap: bool, l
     run = Requests(make, seed=len(str(recall)) + 10 * overlap + guess)
     for i in range(125):
         run.step(compare=i % 10 == 7)
-    assert run.n_compared == 12 and run.n_cut > 15 and run.n_stopped >= 5, (run.counts, run.n_cut, run.n_stopped)
+    assert run.n_compared == 12 and run.n_evicted > 15 and run.n_stopped >= 5, (
+        run.counts,
+        run.n_evicted,
+        run.n_stopped,
+    )
     assert len(run.counts) == 9
     assert (run.n_recalls > 20) == bool(recall)
     assert not guess or guesses[0].n_proposed > 100

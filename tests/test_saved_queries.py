@@ -1,4 +1,4 @@
-"""Captured queries and sums, taken out of a context and put back with a state: the cut is the same as without that."""
+"""Captured queries and sums, saved and loaded with a state: the eviction is the same as without."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from reference import driver
 from reference.forward import nmse
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import as_lists, decode_each, evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
 
 N_PROMPT = 150
 TOKENS = tokens_of(N_PROMPT + 20, 3)
-# what captures: the longest draft and window of those that are cut
+# what captures: the longest draft and window of those that are evicted
 WIDE: dict[str, Any] = {"budget": 40, "draft_tokens": 9, "window": 12, "scores": "both"}
 SUMS: dict[str, Any] = {**WIDE, "policy": "h2o"}
 OTHERS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ OTHERS: list[dict[str, Any]] = [
 def test_other_settings_go_on(
     new_context: ContextFactory, model: str, settings: dict[str, Any], flash_attn: bool
 ) -> None:
-    """One context reads and drafts, another one cuts with settings of its own."""
+    """One context reads and drafts, another one evicts with settings of its own."""
     n_draft = settings["draft_tokens"] - 1
     alone = new_context(model, flash_attn=flash_attn, dge=settings)
     prefill_and_arm(alone, TOKENS[:N_PROMPT])
@@ -78,7 +78,7 @@ def test_of_rows_that_are_there(new_context: ContextFactory) -> None:
     got = decode_each(other, TOKENS[N_PROMPT + 1 :])
 
     alone = new_context("g2", dge={**WIDE, "draft_tokens": 2})
-    assert nmse(got, cut_after(alone, TOKENS, N_PROMPT, 1)) < 1e-8
+    assert nmse(got, evict_after(alone, TOKENS, N_PROMPT, 1)) < 1e-8
     assert as_lists(other.kept()) == as_lists(alone.kept())
 
 
@@ -112,7 +112,7 @@ def test_sums_in_other_cells(new_context: ContextFactory) -> None:
 
 
 def test_sums_that_are_not_those_of_the_rows(new_context: ContextFactory) -> None:
-    """None, too few, too many: no cut by sums, and never one by wrong ones."""
+    """None, too few, too many: no eviction by sums, and never one by wrong ones."""
     settings = {**SUMS, "draft_tokens": 1}
     for captures, n_captured, n_removed in [(WIDE, N_PROMPT, 0), (SUMS, N_PROMPT - 1, 0), (SUMS, N_PROMPT, 1)]:
         reader = new_context("g2", dge=captures)

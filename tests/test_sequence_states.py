@@ -1,4 +1,4 @@
-"""What the state functions of llama.h do with a sequence that was cut or will be."""
+"""What the state functions of llama.h do with a sequence that was evicted or will be."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from reference import driver
 from reference.driver import Context
-from reference.evicted import N_CUT, N_PROMPT, SETTINGS, TOKENS
+from reference.evicted import N_BEFORE, N_PROMPT, SETTINGS, TOKENS
 from reference.forward import nmse
-from reference.scenario import F32, SAME, as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import F32, SAME, as_lists, decode_each, evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory
@@ -24,7 +24,7 @@ UNIFIED = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "
 
 
 def check_loaded(context: Context, original: Context, seq: int = 0) -> None:
-    """The loaded sequence is that of `original`, which has 5 rows after the cut, and the contract holds for it."""
+    """The loaded sequence is that of `original`, which has 5 rows after the eviction, and the contract holds for it."""
     info, want = context.info(seq), original.info()
     for name in ("state", "n_prompt", "n_draft", "budget", "n_rows_before", "n_rows_after", "n_rows"):
         assert info[name] == want[name], name
@@ -33,20 +33,20 @@ def check_loaded(context: Context, original: Context, seq: int = 0) -> None:
     assert as_lists(context.kept(seq)) == as_lists(original.kept())
     assert (context.pos_min(seq), context.pos_max(seq)) == (original.pos_min(), original.pos_max())
     assert not context.seq_rm(seq, 50, -1) and not context.can_shift()
-    rest = TOKENS[N_CUT + 5 :]
+    rest = TOKENS[N_BEFORE + 5 :]
     got, expected = decode_each(context, rest, seq), decode_each(original, rest)
     assert nmse(got, expected) <= SAME
-    assert context.seq_rm(seq, N_CUT + 5, -1) and original.seq_rm(0, N_CUT + 5, -1)
-    assert nmse(context.decode([TOKENS[N_CUT + 5]], seq=seq), expected[0]) <= SAME
+    assert context.seq_rm(seq, N_BEFORE + 5, -1) and original.seq_rm(0, N_BEFORE + 5, -1)
+    assert nmse(context.decode([TOKENS[N_BEFORE + 5]], seq=seq), expected[0]) <= SAME
 
 
 @pytest.mark.parametrize("flash_attn", [False, True], ids=["no_fa", "fa"])
 @pytest.mark.parametrize("type_k, type_v", [("f32", "f32"), ("q8_0", "")])
 def test_whole_state(
-    new_context: ContextFactory, cut_context: Callable[..., Context], flash_attn: bool, type_k: str, type_v: str
+    new_context: ContextFactory, evicted_context: Callable[..., Context], flash_attn: bool, type_k: str, type_v: str
 ) -> None:
     settings = {"flash_attn": flash_attn, "type_k": type_k, "type_v": type_v or ("q8_0" if flash_attn else "f32")}
-    original = cut_context(**settings)
+    original = evicted_context(**settings)
     state = original.state()
     fresh = new_context("g2", **settings, dge=SETTINGS.as_params())
     assert fresh.state_load(state) == len(state)
@@ -54,25 +54,27 @@ def test_whole_state(
     check_loaded(fresh, original)
 
 
-def test_whole_state_over_something_else(new_context: ContextFactory, cut_context: Callable[..., Context]) -> None:
-    """Loading replaces what is there: a full sequence, one that is armed, or another cut one."""
-    state = cut_context().state()
+def test_whole_state_over_something_else(new_context: ContextFactory, evicted_context: Callable[..., Context]) -> None:
+    """Loading replaces what is there: a full sequence, one that is armed, or another evicted one."""
+    state = evicted_context().state()
     full = new_context("g2", **F32, dge=SETTINGS.as_params())
     full.decode(tokens_of(50, 8))
     armed = new_context("g2", **F32, dge=SETTINGS.as_params())
     prefill_and_arm(armed, tokens_of(90, 9))
     other = new_context("g2", **F32, dge=SETTINGS.as_params())
-    cut_after(other, tokens_of(100, 10), 80, 2)
+    evict_after(other, tokens_of(100, 10), 80, 2)
     for context in (full, armed, other):
         assert context.state_load(state) == len(state)
-        check_loaded(context, cut_context())
+        check_loaded(context, evicted_context())
 
 
-def test_uncut_state_over_a_cut_sequence(new_context: ContextFactory, cut_context: Callable[..., Context]) -> None:
-    """A full state after a cut one: nothing of the cut may stay."""
+def test_full_state_over_an_evicted_sequence(
+    new_context: ContextFactory, evicted_context: Callable[..., Context]
+) -> None:
+    """A full state after an evicted one: nothing of the eviction may stay."""
     plain = new_context("g2", **F32)
     plain.decode(TOKENS[:60])
-    context = cut_context()
+    context = evicted_context()
     assert context.state_load(plain.state()) > 0
     assert context.info()["state"] == driver.STATE_FULL and context.pos_min() == 0 and context.can_shift()
     rest = TOKENS[60:70]
@@ -99,11 +101,11 @@ def test_queries_of_what_was_there_before_are_not_used(new_context: ContextFacto
 @UNIFIED
 @pytest.mark.parametrize("seq", [0, 1])
 def test_state_of_one_sequence(
-    new_context: ContextFactory, cut_context: Callable[..., Context], kv_unified: bool, seq: int
+    new_context: ContextFactory, evicted_context: Callable[..., Context], kv_unified: bool, seq: int
 ) -> None:
     """Into the same sequence or another one, beside a sequence that goes on undisturbed."""
     settings = {"n_seq_max": 2, "kv_unified": kv_unified}
-    original = cut_context(**settings)
+    original = evicted_context(**settings)
     state = original.seq_state(0)
     context = new_context("g2", **F32, **settings, dge=SETTINGS.as_params())
     plain = new_context("g2", **F32, **settings)
@@ -136,8 +138,10 @@ def usable(context: Context, plain: Context) -> None:
     assert np.array_equal(context.decode(tokens), plain.decode(tokens))
 
 
-def test_cut_state_needs_eviction(new_context: ContextFactory, cut_context: Callable[..., Context]) -> None:
-    original = cut_context()
+def test_an_evicted_state_needs_eviction_enabled(
+    new_context: ContextFactory, evicted_context: Callable[..., Context]
+) -> None:
+    original = evicted_context()
     state, seq_state = original.state(), original.seq_state()
     context = new_context("g2", **F32)
     with driver.captured_log() as log:
@@ -151,9 +155,9 @@ def test_cut_state_needs_eviction(new_context: ContextFactory, cut_context: Call
 
 @pytest.mark.parametrize("model, types", [("g3", "f32"), ("g1", "f32"), ("g2", "f16")])
 def test_state_of_another_layout(
-    new_context: ContextFactory, cut_context: Callable[..., Context], model: str, types: str
+    new_context: ContextFactory, evicted_context: Callable[..., Context], model: str, types: str
 ) -> None:
-    state = cut_context().state()
+    state = evicted_context().state()
     settings = {"type_k": types, "type_v": types}
     context = new_context(model, **settings, dge=SETTINGS.as_params())
     assert context.state_load(state) == 0
@@ -161,8 +165,8 @@ def test_state_of_another_layout(
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "sequence"])
-def test_truncated_state(new_context: ContextFactory, cut_context: Callable[..., Context], whole: bool) -> None:
-    original = cut_context()
+def test_truncated_state(new_context: ContextFactory, evicted_context: Callable[..., Context], whole: bool) -> None:
+    original = evicted_context()
     state = original.state() if whole else original.seq_state()
     context = new_context("g2", **F32, dge=SETTINGS.as_params())
     load = context.state_load if whole else context.seq_state_load
@@ -175,9 +179,9 @@ def test_truncated_state(new_context: ContextFactory, cut_context: Callable[...,
     check_loaded(context, original)
 
 
-def test_damaged_section(new_context: ContextFactory, cut_context: Callable[..., Context]) -> None:
+def test_damaged_section(new_context: ContextFactory, evicted_context: Callable[..., Context]) -> None:
     """Any byte of the section may be wrong: an error or a harmless load, never a crash, and a usable context."""
-    original = cut_context()
+    original = evicted_context()
     state = original.seq_state()
     tokens = tokens_of(40, 12)
     want = new_context("g2", **F32).decode(tokens)

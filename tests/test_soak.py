@@ -137,14 +137,15 @@ def soak(path: str, dge: dict[str, Any], n: int, folder: Path | None, report: Ca
             assert len(list(folder.iterdir())) <= 1
 
     tenth = n // 5
-    # A cut leaves 50 rows: 256 cells, and an uncut prompt with its answer needs fewer than the smallest size.
+    # An eviction leaves 50 rows: 256 cells, and a full prompt with its answer needs fewer than the smallest size.
     assert max(cells) <= 512
     # Of one prompt, and never of two: rows of 3 layers x 2 heads x 64 x (K and V) x f16, and 12 bytes each.
     assert max(parked) <= (LONGEST + 260) * (3 * 2 * 64 * 2 * 2 + 12)
     # One forgotten store of a 300-row prompt is half a MiB: in a hundred requests, 46. The rest is the noise of malloc.
     first, last = statistics.median(rss[:tenth]), statistics.median(rss[-tenth:])
     report(
-        f"{n} requests {run.counts}: {run.n_evictions} cuts, {run.n_restored} restored, {run.n_compared} compared; "
+        f"{n} requests {run.counts}: {run.n_evictions} evictions, {run.n_restored} restored, "
+        f"{run.n_compared} compared; "
         f"resident {first / MIB:.1f} -> {last / MIB:.1f} MiB, objects {objects[0]:,} -> {objects[-1]:,}"
     )
     assert last - first <= 8 * MIB, (first / MIB, last / MIB)

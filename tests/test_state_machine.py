@@ -39,7 +39,7 @@ seeds = st.integers(0, 2**20)
 
 @dataclass
 class Store:
-    """What is parked: the sequence as it was before its cut."""
+    """What is parked: the sequence as it was before its eviction."""
 
     reference: Reference
     n: int  # rows that take memory
@@ -64,12 +64,12 @@ class Twin:
         return self.reference.n_tokens
 
     def copy(self) -> Twin:
-        """The same rows somewhere else: queries stay behind, and so does a cut that was to come."""
+        """The same rows somewhere else: queries stay behind, and so does an eviction that was to come."""
         state = driver.STATE_FULL if self.state == driver.STATE_ARMED else self.state
         return replace(self, reference=self.reference.fork(), rows=list(self.rows), captured={}, state=state)
 
     def capture(self, first: int, stop: int) -> None:
-        """Queries are captured until the last that a cut needs, and there are slots for as many as it needs."""
+        """Queries are captured until the last that an eviction needs, and there are slots for as many as it needs."""
         if self.state == driver.STATE_ARMED:
             stop = min(stop, self.n_prompt + S.draft_tokens - 1)
         if self.state != driver.STATE_EVICTED and self.captured is not None:
@@ -83,7 +83,7 @@ class Twin:
 
 
 class Machine(RuleBasedStateMachine):
-    """Sequences that are filled, armed, cut, restored, shortened, copied, saved and loaded."""
+    """Sequences that are filled, armed, evicted, restored, shortened, copied, saved and loaded."""
 
     model: NativeModel
     root: str
@@ -134,8 +134,8 @@ class Machine(RuleBasedStateMachine):
 
     # what happens when tokens come in
 
-    def settle_cut(self, seq: int) -> None:
-        """Before the twin takes new tokens: the cut that the library made at the start of its decode."""
+    def settle_eviction(self, seq: int) -> None:
+        """Before the twin takes new tokens: the eviction that the library made at the start of its decode."""
         twin = self.twins[seq]
         if not self.is_due(twin):
             return
@@ -187,9 +187,9 @@ class Machine(RuleBasedStateMachine):
             return
         tokens = np.random.default_rng(seed).integers(3, N_VOCAB, n).tolist()
         got = self.context.decode(tokens, seq=seq)
-        # one decode makes all cuts that are due
+        # one decode makes all evictions that are due
         for other in range(N_SEQ):
-            self.settle_cut(other)
+            self.settle_eviction(other)
         twin.capture(twin.n, twin.n + n)
         assert nmse(got, twin.reference.step(tokens)) <= 1e-9
         twin.rows += [next(self.ids) for _ in tokens]
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
     @rule(seq=seqs, n=st.integers(1, 8), calls=st.integers(0, 40))
     @precondition(lambda self: any(self.is_due(twin) for twin in self.twins))
     def abort(self, seq: int, n: int, calls: int) -> None:
-        """A decode that is stopped somewhere, perhaps in a cut; whatever it stored is removed again."""
+        """A decode that is stopped somewhere, perhaps in an eviction; whatever it stored is removed again."""
         twin = self.twins[seq]
         if twin.n + n > N_ROWS:
             return
@@ -210,7 +210,7 @@ class Machine(RuleBasedStateMachine):
             if due[other] and self.context.info(other)["state"] == driver.STATE_ARMED:
                 assert self.context.info(other)["error"] == driver.ERR_ABORTED
             else:
-                self.settle_cut(other)
+                self.settle_eviction(other)
         assert self.context.seq_rm(seq, twin.n, -1)
         twin.captured = None
 
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
                 assert self.park != "off"
                 self.twins[other].state = driver.STATE_FULL
             else:
-                self.settle_cut(other)
+                self.settle_eviction(other)
         if self.context.rc != 0:
             # no room: nothing was evaluated
             assert self.context.rc == 1 and self.elastic
@@ -254,7 +254,7 @@ class Machine(RuleBasedStateMachine):
             got = self.context.restore(n, seq)
         # copies of streams are made at last by a restore, so there is nothing more to wait for
         for other in range(N_SEQ):
-            self.settle_cut_if_made(other)
+            self.settle_eviction_if_made(other)
         if got == driver.ERR_MEMORY:
             assert no_memory and want and (self.park == "disk" or self.elastic)
             return
@@ -262,14 +262,14 @@ class Machine(RuleBasedStateMachine):
         if want:
             self.take_back(seq, want)
 
-    def settle_cut_if_made(self, seq: int) -> None:
-        """Other sequences' cuts that are due may be made by a restore."""
+    def settle_eviction_if_made(self, seq: int) -> None:
+        """Other sequences' evictions that are due may be made by a restore."""
         if self.is_due(self.twins[seq]) and self.context.info(seq)["state"] != driver.STATE_ARMED:
             info = self.context.info(seq)
             if info["error"] == driver.ERR_MEMORY:
                 self.twins[seq].state = driver.STATE_FULL
             else:
-                self.settle_cut(seq)
+                self.settle_eviction(seq)
 
     def take_back(self, seq: int, n: int) -> None:
         store = self.twins[seq].parked
@@ -284,7 +284,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data(), share=st.sampled_from([1.0, 0.9, 0.3]), n=st.integers(18, 60), seed=seeds)
     @precondition(lambda self: any(twin.parked for twin in self.twins))
     def next_turn(self, data: st.DataObject, share: float, n: int, seed: int) -> None:
-        """The usual course of things: back to where two prompts part, the rest of the new one, and the next cut."""
+        """The usual course of things: back to the common prefix, the rest of the new prompt, the next eviction."""
         self.turn(self.some(data, lambda twin: twin.parked is not None), share, n, seed)
 
     def turn(self, seq: int, share: float, n: int, seed: int) -> None:
@@ -450,8 +450,8 @@ class Machine(RuleBasedStateMachine):
             else:
                 assert self.context.pos_min(seq) == (0 if twin.n else -1)
                 assert info["n_parked"] == 0 and twin.parked is None
-        any_cut = any(twin.state == driver.STATE_EVICTED for twin in self.twins)
-        assert self.context.can_shift() is not any_cut
+        any_evicted = any(twin.state == driver.STATE_EVICTED for twin in self.twins)
+        assert self.context.can_shift() is not any_evicted
         used = {row for twin in self.twins for row in twin.rows}
         memory = self.context.memory_info()
         n_cells = memory["n_cells"] * (1 if self.kv_unified else N_SEQ)

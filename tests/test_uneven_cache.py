@@ -1,7 +1,7 @@
 """A cache whose heads keep unlike numbers of rows: sequences side by side, cells that are used again, copies.
 
-The cells of a cut sequence are shared by its heads, and a bias hides those that a head does not use. What is tested
-here is that the bias follows its sequence wherever that goes, and that nothing of it is left for whoever comes next.
+The cells of an evicted sequence are shared by its heads, and a bias hides those that a head does not use. These
+tests verify that the bias follows its sequence, and that nothing of it is left for the next one.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ CACHE = pytest.mark.parametrize("cache", CACHES, ids=lambda c: f"{'fa' if c[0] e
 def test_side_by_side(
     zoo: Zoo, new_context: ContextFactory, s: Settings, kv_unified: bool, cache: tuple[bool, str, str]
 ) -> None:
-    """One sequence is cut unevenly, then the other; alone and in one batch each follows its own reference."""
+    """One sequence is evicted unevenly, then the other; alone and in one batch each follows its own reference."""
     context = new_context(MODEL, **settings_of(cache, n_seq_max=2, kv_unified=kv_unified), dge=s.as_params())
     a, b = (Sequence(zoo, context, cache, seq) for seq in range(2))
     rest = tokens_of(100, 5)
     b.decode(rest[:50])
-    a.cut(s, 120, 1)
+    a.evict(s, 120, 1)
     for i in range(50, 60):
         a.decode([rest[i]])
         b.decode([rest[i]])
@@ -51,7 +51,7 @@ def test_side_by_side(
 
     assert context.seq_rm(1, -1, -1)
     b = Sequence(zoo, context, cache, 1)
-    b.cut(s, 97, 2)
+    b.evict(s, 97, 2)
     for i in range(70, 74):
         together((a, rest[i : i + 1]), (b, rest[i + 10 : i + 11]))
     a.each(rest[90:93])
@@ -62,10 +62,10 @@ def test_side_by_side(
 @UNIFIED
 @pytest.mark.parametrize("flash_attn", [False, True], ids=["no_fa", "fa"])
 def test_the_other_sequence_does_not_notice(new_context: ContextFactory, flash_attn: bool, kv_unified: bool) -> None:
-    """Logits of sequence 1 with and without the cut of sequence 0.
+    """Logits of sequence 1 with and without the eviction of sequence 0.
 
-    In a stream of its own they are equal bit for bit. In a unified cache its new rows lie in other cells once the cut
-    has freed some, and fewer cells are read: sums are taken in another order, so they are equal up to that.
+    In a stream of its own they are equal bit for bit. In a unified cache its new rows lie in other cells
+    after the eviction, and fewer cells are read: equal up to the order of sums.
     """
     s = SETTINGS["adaptive"]
     found = []
@@ -89,17 +89,17 @@ def test_the_other_sequence_does_not_notice(new_context: ContextFactory, flash_a
         assert context.info()["state"] == (driver.STATE_EVICTED if arm else driver.STATE_FULL)
         assert not arm or is_uneven(context.kept())
         found.append(logits)
-    with_cut, without = (np.concatenate(logits) for logits in found)
+    with_eviction, without = (np.concatenate(logits) for logits in found)
     # f16 sums of flash attention: 1e-5 as in bounds.py
-    assert nmse(with_cut, without) <= (1e-5 if flash_attn else 1e-10)
-    # up to the cut, which falls due in the first llama_decode() behind the draft, whosever that is
+    assert nmse(with_eviction, without) <= (1e-5 if flash_attn else 1e-10)
+    # up to the eviction, which falls due in the first llama_decode() behind the draft, whosever that is
     before = 30 if kv_unified else 60
-    assert np.array_equal(with_cut[:before], without[:before])
+    assert np.array_equal(with_eviction[:before], without[:before])
 
 
 @CACHE
 def test_three_sequences_take_turns(zoo: Zoo, new_context: ContextFactory, cache: tuple[bool, str, str]) -> None:
-    """Sequences come, are cut, decode together and go, in one small cache whose cells are used again and again."""
+    """Sequences come, are evicted, decode together and go, in one small cache whose cells are used again and again."""
     s = SETTINGS["table"]
     for kv_unified in (True, False):
         context = new_context(
@@ -114,7 +114,7 @@ def test_three_sequences_take_turns(zoo: Zoo, new_context: ContextFactory, cache
             if seq not in live:
                 live[seq] = Sequence(zoo, context, cache, seq)
                 if rng.integers(3):
-                    live[seq].cut(s, int(rng.integers(70, 110)), step)
+                    live[seq].evict(s, int(rng.integers(70, 110)), step)
                     n_evictions += 1
                 else:
                     live[seq].decode(tokens_of(int(rng.integers(3, 60)), step))
@@ -149,7 +149,7 @@ def test_nothing_is_left_after_removal(
     settings = settings_of(cache, n_seq_max=2, kv_unified=kv_unified, n_ctx=512)
     context = new_context(MODEL, **settings, dge=s.as_params())
     old = Sequence(zoo, context, cache, 0)
-    old.cut(s, 120, 1)
+    old.evict(s, 120, 1)
     old.each(tokens_of(5, 2))
 
     if how == "rm":
@@ -171,10 +171,10 @@ def test_nothing_is_left_after_removal(
         assert nmse(np.concatenate(got), np.concatenate(want)) <= old.bound / 10
         if how.startswith("clear"):
             assert np.array_equal(np.concatenate(got), np.concatenate(want))
-    # and a second cut in the same sequence
+    # and a second eviction in the same sequence
     again = Sequence(zoo, context, cache, 0)
     assert context.seq_rm(0, -1, -1)
-    again.cut(s, 97, 4)
+    again.evict(s, 97, 4)
     again.each(tokens_of(5, 5))
 
 
@@ -183,10 +183,10 @@ def test_nothing_is_left_after_removal(
 def test_keep_leaves_other_streams_alone(
     zoo: Zoo, new_context: ContextFactory, s: Settings, cache: tuple[bool, str, str]
 ) -> None:
-    """llama_memory_seq_keep() removes sequences of the same stream only, and a cut one in another stream stays cut."""
+    """llama_memory_seq_keep() removes sequences of its stream only; an evicted one of another stream stays."""
     context = new_context(MODEL, **settings_of(cache, n_seq_max=2, kv_unified=False), dge=s.as_params())
     a = Sequence(zoo, context, cache, 0)
-    a.cut(s, 120, 1)
+    a.evict(s, 120, 1)
     info = context.info()
     context.decode(tokens_of(20, 2), seq=1)
     context.seq_keep(1)
@@ -204,8 +204,8 @@ def test_another_sequence_takes_hidden_cells(
     s = SETTINGS["table"]
     context = new_context(MODEL, **settings_of(cache, n_seq_max=3, n_ctx=512), dge=s.as_params())
     a, b = Sequence(zoo, context, cache, 0), Sequence(zoo, context, cache, 1)
-    a.cut(s, 100, 1)
-    b.cut(s, 100, 2)
+    a.evict(s, 100, 1)
+    b.evict(s, 100, 2)
     b.each(tokens_of(3, 3))
     a.each(tokens_of(3, 4))
     # 50 rows or so in the cells of a, fewer than there are: they are the first free ones
@@ -227,7 +227,7 @@ def test_rejected_tokens(zoo: Zoo, new_context: ContextFactory, s: Settings, cac
     """Rows above the boundary can be removed and evaluated again, as speculative decoding does."""
     context = new_context(MODEL, **settings_of(cache), dge=s.as_params())
     a = Sequence(zoo, context, cache, 0)
-    a.cut(s, 120, 1)
+    a.evict(s, 120, 1)
     for seed in range(3):
         n = a.reference.n_tokens
         a.decode(tokens_of(6, seed))
@@ -242,12 +242,12 @@ def test_rejected_tokens(zoo: Zoo, new_context: ContextFactory, s: Settings, cac
 @CACHE
 @UNIFIED
 @BUDGETS
-def test_copy_after_the_cut(
+def test_copy_after_the_eviction(
     zoo: Zoo, new_context: ContextFactory, s: Settings, kv_unified: bool, cache: tuple[bool, str, str]
 ) -> None:
     context = new_context(MODEL, **settings_of(cache, n_seq_max=3, kv_unified=kv_unified), dge=s.as_params())
     a = Sequence(zoo, context, cache, 0)
-    a.cut(s, 120, 1)
+    a.evict(s, 120, 1)
     a.each(tokens_of(3, 2))
     context.seq_cp(0, 2)
     c = a.copy_to(2)
@@ -266,7 +266,7 @@ def test_copy_after_the_cut(
     assert context.seq_rm(2, -1, -1)
     b.each(tokens_of(3, 9))
     again = Sequence(zoo, context, cache, 0)
-    again.cut(s, 97, 10)
+    again.evict(s, 97, 10)
     together((again, tokens_of(2, 11)), (b, tokens_of(2, 12)))
     b.each(tokens_of(2, 13))
     again.each(tokens_of(2, 14))

@@ -46,7 +46,7 @@ def test_state_of_a_sequence(
     settings = settings_of(cache, n_seq_max=3, n_ctx=512)
     context = new_context(MODEL, **settings, dge=s.as_params())
     a = Sequence(zoo, context, cache, 0)
-    a.cut(s, 120, 1)
+    a.evict(s, 120, 1)
     a.each(tokens_of(3, 2))
     data = context.seq_state(0)
 
@@ -71,7 +71,7 @@ def test_state_of_a_sequence(
     # a state that is read over another uneven sequence: that one's bias goes
     context.clear()
     second = Sequence(zoo, context, cache, 0)
-    second.cut(s, 90, 8)
+    second.evict(s, 90, 8)
     assert context.seq_state_load(other.seq_state(1), 0) > 0
     b.copy_to(0, context).each(tokens_of(3, 9))
 
@@ -86,13 +86,13 @@ def test_state_of_all(
     context = new_context(MODEL, **settings, dge=s.as_params())
     a, b = (Sequence(zoo, context, cache, seq) for seq in range(2))
     b.decode(tokens_of(20, 1))
-    a.cut(s, 120, 2)
+    a.evict(s, 120, 2)
     together((a, tokens_of(2, 3)), (b, tokens_of(2, 4)))
     data = context.state()
 
     other = new_context(MODEL, **settings, dge=s.as_params())
     stranger = Sequence(zoo, other, cache, 1)
-    stranger.cut(s, 90, 5)
+    stranger.evict(s, 90, 5)
     assert other.state_load(data) == len(data)
     c, d = a.copy_to(0, other), b.copy_to(1, other)
     assert other.info(1)["state"] == driver.STATE_FULL
@@ -178,14 +178,14 @@ def test_padding_may_hold_anything(
     settings = settings_of(cache, n_seq_max=2, n_ctx=512)
     context = new_context(MODEL, **settings, dge=s.as_params())
     a = Sequence(zoo, context, cache, 0)
-    a.cut(s, 120, 1)
+    a.evict(s, 120, 1)
     a.each(tokens_of(3, 2))
     data = bytearray(context.seq_state(0))
     clean = bytes(data)
     ranges = padding_of(context, clean, cache)
     assert len(ranges) > 20
     for start, stop in ranges:
-        # the cut leaves zeros there, which would be attended with a weight if the bias were missing
+        # the eviction leaves zeros there, which would be attended with a weight if the bias were missing
         assert not any(clean[start:stop])
         data[start:stop] = (pattern.to_bytes(2, "little") * stop)[: stop - start]
     assert bytes(data) != clean

@@ -1,4 +1,4 @@
-"""Cuts with model and cache on a Vulkan device: `make test-vulkan`. Mesa's driver for the CPU will do.
+"""Evictions with model and cache on a Vulkan device: `make test-vulkan`. Mesa's driver for the CPU will do.
 
 With LLAMA_DGE_TEST_DEVICE=CUDA and a library that is built for it, the same on another device (scripts/gpu_check.sh).
 The tests of the CPU that are imported here run once more, with contexts whose layers and cache are on the device.
@@ -20,9 +20,9 @@ from reference import driver
 from reference.forward import nmse
 from reference.instances import Instances
 from reference.policies import Settings
-from reference.scenario import cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.scenario import decode_each, evict_after, prefill_and_arm, tokens_of
 from test_kept_sets import test_draft_scores_follow_the_draft as test_draft_scores_follow_the_draft
-from test_mask_equivalence import CutRun, mutants
+from test_mask_equivalence import EvictedRun, mutants
 from test_recall import test_a_budget_for_all_rows_is_the_full_cache as test_a_budget_for_all_rows_is_the_full_cache
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ DEVICE = os.environ.get("LLAMA_DGE_TEST_DEVICE", "Vulkan")
 
 # NMSE of logits, largest and median: products of f16 and of quantised types are computed otherwise than on the CPU, and
 # values are rounded to q8_0 otherwise (4e-4 and 1.4e-4 were measured). What rounding to q4_0 otherwise does (0.022
-# before any cut) is more than a wrong row does: there test_vulkan_gather.py compares bytes
+# before any eviction) is more than a wrong row does: there test_vulkan_gather.py compares bytes
 BOUNDS = {"f32": (5e-5, 5e-6), "f16": (1e-4, 1e-5), "q8_0": (1e-3, 3e-4)}
 
 CACHES = [(False, "f32", "f32"), (False, "f16", "f16"), (True, "f16", "f16"), (True, "q8_0", "q8_0")]
@@ -112,14 +112,14 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=test_mask_equivalence.case_id)
-def test_cut_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any]) -> None:
-    test_mask_equivalence.test_cut_equals_mask(zoo, new_context, case)
+def test_eviction_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mapping[str, Any]) -> None:
+    test_mask_equivalence.test_eviction_equals_mask(zoo, new_context, case)
 
 
 @pytest.mark.parametrize("cache", CACHES[1:], ids=str)
-def test_a_wrong_cut_is_seen(zoo: Zoo, new_context: ContextFactory, cache: tuple[bool, str, str]) -> None:
+def test_a_wrong_eviction_is_seen(zoo: Zoo, new_context: ContextFactory, cache: tuple[bool, str, str]) -> None:
     """The bounds of this device are wide, and yet no wrong set of rows is within them."""
-    run = CutRun(zoo, new_context, case_of(cache))
+    run = EvictedRun(zoo, new_context, case_of(cache))
     kept = run.context.kept()
     for name, wrong in mutants(run, kept, len(kept), len(kept[0])).items():
         worst = max(nmse(got, want) for got, want in zip(run.after, run.want(wrong)))
@@ -139,7 +139,7 @@ def test_kept_sets_equal_the_cpus(
     device = new_context("g3", **settings)
     sets = []
     for context in (cpu, device):
-        cut_after(context, tokens, n_prompt, 2)
+        evict_after(context, tokens, n_prompt, 2)
         sets.append([set(rows.tolist()) for heads in context.kept() for rows in heads])
     cpu.close()
     differ = [len(a - b) for a, b in zip(*sets)]
@@ -156,7 +156,7 @@ def test_a_restored_cache_is_the_full_one(
     settings = {"flash_attn": cache[0], "type_k": cache[1], "type_v": cache[2], "elastic": elastic}
     tokens, question = tokens_of(170, 3), tokens_of(12, 4)
     context = new_context("g2", **settings, dge={"budget": 40, "draft_tokens": 2, "park": "ram"})
-    cut = cut_after(context, tokens, 150, 1)
+    evicted = evict_after(context, tokens, 150, 1)
     assert context.info()["n_parked"] == 151
     assert context.restore(150) == 150
     full = new_context("g2", **settings)
@@ -164,10 +164,10 @@ def test_a_restored_cache_is_the_full_one(
     want = decode_each(full, question)
     got = decode_each(context, question)
     assert nmse(got, want) < 1e-10
-    # the check can fail: what a cut cache answers is further away
-    uncut = new_context("g2", **settings)
-    uncut.decode(tokens[:151])
-    assert nmse(cut[0], decode_each(uncut, tokens[151:])[0]) > 1e-6
+    # the check can fail: what an evicted cache answers is further away
+    full = new_context("g2", **settings)
+    full.decode(tokens[:151])
+    assert nmse(evicted[0], decode_each(full, tokens[151:])[0]) > 1e-6
 
 
 @pytest.mark.parametrize("model, flash_attn, kind", [("g2", True, "f16"), ("g3", False, "f16"), ("g2", True, "q8_0")])

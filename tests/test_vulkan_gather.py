@@ -16,7 +16,7 @@ import test_lost_sequences
 import test_mask_equivalence
 from reference import driver
 from reference.forward import nmse
-from reference.scenario import cut_after, decode_each, tokens_of
+from reference.scenario import decode_each, evict_after, tokens_of
 from test_gather import (
     CASES,
     EVEN,
@@ -25,7 +25,7 @@ from test_gather import (
     PARKED,
     Q8_FA,
     context_of,
-    cut,
+    evict,
     gathered,
     same_among_others,
     same_bytes,
@@ -46,7 +46,7 @@ def test_the_switch_takes_a_path(new_context: ContextFactory, monkeypatch: pytes
     monkeypatch.setenv("LLAMA_DGE_GATHER", by)
     context = context_of(new_context, "g1", F16, dge=EVEN)
     context.decode(tokens_of(60, 3))
-    assert gathered(cut(context)) == (2 if by == "device" else 0, 2)
+    assert gathered(evict(context)) == (2 if by == "device" else 0, 2)
 
 
 @pytest.mark.parametrize("model, cache, dge, elastic", CASES)
@@ -101,18 +101,18 @@ def new_split_context(zoo: Zoo) -> Iterator[ContextFactory]:
 
 
 def test_layers_on_both_sides(new_split_context: ContextFactory, zoo: Zoo) -> None:
-    """A cut of a model that is offloaded in part equals the masked cache."""
+    """An eviction of a model that is offloaded in part equals the masked cache."""
     context = context_of(new_split_context, "g2", F16_FA, dge=EVEN)
     context.decode(tokens_of(60, 3))
-    assert gathered(cut(context)) == (2, 3)
-    test_mask_equivalence.test_cut_equals_mask(zoo, new_split_context, case_of(F16_FA, model="g2"))
+    assert gathered(evict(context)) == (2, 3)
+    test_mask_equivalence.test_eviction_equals_mask(zoo, new_split_context, case_of(F16_FA, model="g2"))
 
 
 @pytest.mark.parametrize("cache", [F16, Q8_FA], ids=str)
 def test_layers_on_both_sides_come_back(new_split_context: ContextFactory, cache: tuple[bool, str, str]) -> None:
     tokens, question = tokens_of(170, 3), tokens_of(6, 4)
     context = context_of(new_split_context, "g2", cache, elastic=True, dge={**EVEN, **PARKED})
-    cut_after(context, tokens, 150, 1)
+    evict_after(context, tokens, 150, 1)
     assert context.restore(150) == 150
     full = context_of(new_split_context, "g2", cache)
     full.decode(tokens[:150])

@@ -1,1 +1,1 @@
-"""One tiny random model of every architecture: cut exactly, or refused with a reason. See docs/testing.md."""
+"""One tiny random model of every architecture: evicted exactly, or refused with a reason. See docs/testing.md."""

@@ -1,4 +1,4 @@
-"""``python -m arch_sweep``: is every architecture cut exactly, or refused with a reason? See docs/models.md."""
+"""``python -m arch_sweep``: is every architecture evicted exactly, or refused with a reason? See docs/models.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What a model has to pass. The reference is the library's own full cache, rows removed from it by stock code.
 
 The NumPy forward pass of tests/reference knows the llama architecture only. Here two contexts of the same library are
-compared, so a fault that both share is not seen; what the cut itself does is.
+compared, so a fault that both share is not seen; what the eviction itself does is.
 """
 
 from __future__ import annotations
@@ -84,26 +84,29 @@ def steps(context: Context, tokens: list[int], seq: int = 0) -> Logits:
 
 
 def debug_seq_rm(context: Context, seq: int, p0: int, p1: int) -> bool:
-    """Remove rows from the part of the memory that can be cut, with llama.cpp's own code."""
+    """Remove rows from the part of the memory that can be evicted, with llama.cpp's own code."""
     function = driver.dge_library().llama_dge_debug_seq_rm
     function.restype = ctypes.c_bool
     function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
     return bool(function(context.handle, seq, p0, p1))
 
 
-def cut_run(context: Context, tokens: list[int]) -> Logits:
-    """Prefill, draft, cut and forced decoding; the logits after the cut. Raises unless the cut was made as asked."""
+def evicted_run(context: Context, tokens: list[int]) -> Logits:
+    """Prefill, draft, eviction and forced decoding; returns the logits after the eviction.
+
+    Raises CheckError unless the eviction was made as asked.
+    """
     context.decode(tokens[:N_PROMPT], every=False)
     status = context.arm(N_PROMPT)
     require(status == driver.OK, f"arm: {context.status(status)}")
     steps(context, tokens[N_PROMPT : N_PROMPT + N_DRAFT])
-    require(context.info()["state"] == driver.STATE_ARMED, "cut before the draft was complete")
+    require(context.info()["state"] == driver.STATE_ARMED, "evicted before the draft was complete")
     logits = steps(context, tokens[N_PROMPT + N_DRAFT :])
     info = context.info()
-    require(info["state"] == driver.STATE_EVICTED, f"no cut: {context.status(info['error'])}")
+    require(info["state"] == driver.STATE_EVICTED, f"no eviction: {context.status(info['error'])}")
     rows = (info["n_rows_before"], info["n_rows_after"], info["n_rows"])
     want = (N_PROMPT + N_DRAFT, BUDGET + N_DRAFT, BUDGET + N_DRAFT + N_STEPS)
-    require(rows == want, f"rows before the cut, after it and at the end: {rows}, not {want}")
+    require(rows == want, f"rows before the eviction, after it and at the end: {rows}, not {want}")
     require(bool(np.isfinite(logits).all()), "logits are not finite")
     return logits
 
@@ -112,7 +115,7 @@ def full_run(context: Context, tokens: list[int], evicted: tuple[int, int] | Non
     """The same on the full cache, from which rows may be removed after the draft.
 
     Needs a second sequence, which takes the freed cells: the answer's rows come after the older ones in the cache, as
-    they do after a cut. Flash attention adds up rows in f16, and in another order the sum is another.
+    they do after an eviction. Flash attention adds up rows in f16, and in another order the sum is another.
     """
     context.decode(tokens[:N_PROMPT], every=False)
     steps(context, tokens[N_PROMPT : N_PROMPT + N_DRAFT])
@@ -126,7 +129,7 @@ def full_run(context: Context, tokens: list[int], evicted: tuple[int, int] | Non
 
 
 def check_identity(case: Case) -> dict[str, Any]:
-    """With nothing to cut, logits are those of a context without eviction, bit for bit."""
+    """With nothing to evict, logits are those of a context without eviction, bit for bit."""
     tokens = case.tokens()
     idle = {"scores": "both", "budget": N_PROMPT, "draft_tokens": N_DRAFT + 1}
     found = []
@@ -144,23 +147,23 @@ def check_identity(case: Case) -> dict[str, Any]:
 
 
 def check_mask(case: Case) -> dict[str, Any]:
-    """After a cut, logits are those of the full cache without the evicted rows."""
+    """After an eviction, logits are those of the full cache without the evicted rows."""
     tokens = case.tokens()
     with case.context(STREAMING) as context:
-        got = cut_run(context, tokens)
+        got = evicted_run(context, tokens)
         kept = context.kept()
     want_kept = [*range(SINKS), *range(EVICTED[1], N_PROMPT + N_DRAFT)]
     require(all(positions.tolist() == want_kept for heads in kept for positions in heads), "kept other rows")
-    # the uncut cache; the evicted rows gone; one of them still there
+    # the full cache; the evicted rows gone; one of them still there
     references = []
     for evicted in (None, EVICTED, (EVICTED[0], EVICTED[1] - 1)):
         with case.context(STREAMING, n_seq_max=2) as context:
             references.append(full_run(context, tokens, evicted))
-    uncut, want, one_more = references
-    error, effect, one_row = nmse(got, want), nmse(want, uncut), nmse(one_more, want)
+    full, want, one_more = references
+    error, effect, one_row = nmse(got, want), nmse(want, full), nmse(one_more, want)
     numbers = f"NMSE {error:.1e} to the reference; one row moves it by {one_row:.1e}, the eviction by {effect:.1e}"
     require(error <= min(NMSE_BOUND, max(NMSE_FLOOR, ROW_RATIO * one_row)), numbers)
-    require(not np.array_equal(got, uncut), "logits are those of the full cache")
+    require(not np.array_equal(got, full), "logits are those of the full cache")
     if ROW_RATIO * one_row < NMSE_FLOOR:
         raise Insensitive(numbers)
     return {"nmse": error, "one_row": one_row, "effect": effect}
@@ -174,7 +177,7 @@ def check_scores(case: Case) -> dict[str, Any]:
         runs = []
         for _ in range(2):
             with case.context(dge) as context:
-                runs.append((cut_run(context, tokens), context.kept()))
+                runs.append((evicted_run(context, tokens), context.kept()))
         (logits, kept), (logits_again, kept_again) = runs
         require(np.array_equal(logits, logits_again), f"{scores}: two runs differ")
         for heads, heads_again in zip(kept, kept_again):
@@ -190,21 +193,21 @@ def check_scores(case: Case) -> dict[str, Any]:
     return {}
 
 
-def sequences_run(context: Context, tokens: tuple[list[int], list[int]], cut: bool) -> tuple[Logits, Logits]:
-    """Two sequences of one context, of which the first may be cut; logits of either after the draft."""
+def sequences_run(context: Context, tokens: tuple[list[int], list[int]], evict: bool) -> tuple[Logits, Logits]:
+    """Two sequences of one context, of which the first may be evicted; logits of either after the draft."""
     context.decode(tokens[1][:N_PROMPT], seq=1, every=False)
     context.decode(tokens[0][:N_PROMPT], seq=0, every=False)
-    if cut:
+    if evict:
         status = context.arm(N_PROMPT, 0)
         require(status == driver.OK, f"arm: {context.status(status)}")
     found = []
     for i in range(N_DRAFT + N_STEPS):
         rows = [(tokens[seq][N_PROMPT + i], N_PROMPT + i, seq, True) for seq in (0, 1)]
-        # in one batch, which the cut interrupts, and in two
+        # in one batch, which the eviction interrupts, and in two
         together = i % 2 == 1
         both = context.decode_batch(rows) if together else [context.decode_batch([row])[0] for row in rows]
         found.append(np.stack([both[0], both[1]]))
-    if cut:
+    if evict:
         states = [context.info(seq)["state"] for seq in (0, 1)]
         require(states == [driver.STATE_EVICTED, driver.STATE_FULL], f"states of the two sequences: {states}")
         require(context.info(0)["n_rows_after"] == BUDGET + N_DRAFT, "another number of rows was kept")
@@ -214,21 +217,21 @@ def sequences_run(context: Context, tokens: tuple[list[int], list[int]], cut: bo
 
 
 def check_sequences(case: Case) -> dict[str, Any]:
-    """A cut of one sequence leaves the other as it was, bit for bit, and is the cut of a sequence that is alone."""
+    """An eviction leaves the other sequence bit-identical, and is the same as in a context of one sequence."""
     tokens = (case.tokens(), case.tokens(1))
     with case.context(STREAMING) as context:
-        alone, kept_alone = cut_run(context, tokens[0]), context.kept()
+        alone, kept_alone = evicted_run(context, tokens[0]), context.kept()
     for unified in (True, False):
         name = "one stream" if unified else "two streams"
         runs = []
-        for cut in (False, True):
+        for evict in (False, True):
             with case.context(STREAMING, n_seq_max=2, kv_unified=unified) as context:
-                runs.append(sequences_run(context, tokens, cut))
-                kept = context.kept() if cut else []
+                runs.append(sequences_run(context, tokens, evict))
+                kept = context.kept() if evict else []
         (first_full, other_full), (first, other) = runs
         if not np.array_equal(other, other_full):
             raise CheckError(f"{name}: the other sequence changed, NMSE {nmse(other, other_full):.1e}")
-        require(not np.array_equal(first, first_full), f"{name}: the cut changed nothing")
+        require(not np.array_equal(first, first_full), f"{name}: the eviction changed nothing")
         pairs = [(a, b) for heads, heads_alone in zip(kept, kept_alone) for a, b in zip(heads, heads_alone)]
         require(
             all(np.array_equal(a, b) for a, b in pairs), f"{name}: other rows kept than in a context of one sequence"

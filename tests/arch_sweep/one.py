@@ -30,7 +30,7 @@ def facts(case: Case) -> tuple[str, dict[str, Any]]:
         layers = context.layers()
         if context.enable(check=False) != driver.OK:
             raise CheckError("llama_dge_supported() says yes, llama_dge_enable() no")
-        return "", {"n_cut": len(layers), "n_layer": int(driver.llama().llama_model_n_layer(case.model.handle))}
+        return "", {"n_evicted": len(layers), "n_layer": int(driver.llama().llama_model_n_layer(case.model.handle))}
 
 
 def flash_attention(model: NativeModel) -> str:

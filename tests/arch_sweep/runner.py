@@ -25,7 +25,7 @@ class Row:
     model: str
     result: str
     note: str = ""
-    n_cut: int | None = None
+    n_evicted: int | None = None
     n_layer: int | None = None
     flash_attn: bool | None = None
     nmse: float | None = None
@@ -57,7 +57,7 @@ def row_of(model: str, events: Sequence[dict[str, Any]], died: str = "") -> Row:
         return Row(model, REFUSED, refused[0])
     found: dict[str, Any] = {}
     for event in events:
-        found.update((name, event[name]) for name in ("n_cut", "n_layer", "flash_attn") if name in event)
+        found.update((name, event[name]) for name in ("n_evicted", "n_layer", "flash_attn") if name in event)
     for name, worst in (("nmse", max), ("one_row", min), ("effect", min)):
         values = [event[name] for event in done if name in event]
         found[name] = worst(values) if values else None

@@ -20,17 +20,17 @@ f16 cache, with flash attention off and, where the model allows it, on:
 
 - **identity**: with eviction enabled and nothing to evict, the logits of a prompt of {n_prompt} tokens and {n_answer}
   more equal those without eviction, bit for bit;
-- **mask equivalence**: after a cut by `streamingllm` to {budget} rows the logits of {n_steps} tokens equal those of the
-  full cache from which llama.cpp's own code removed the same rows. The NMSE is at most {bound:.0e}, and at most {ratio}
-  of what a single row does that was to be removed and is there (*one row*). Below {floor:.0e} a difference is noise,
-  and a model in which a row does not do more proves nothing: *insensitive*. *eviction* is the NMSE between that
-  reference and the uncut cache;
+- **mask equivalence**: after an eviction by `streamingllm` to {budget} entries the logits of {n_steps} tokens equal
+  those of the full cache from which llama.cpp's own code removed the same entries. The NMSE is at most {bound:.0e}, and
+  at most {ratio} of what a single row does that was to be removed and is there (*one row*). Below {floor:.0e} a
+  difference is noise, and a model in which a row does not do more proves nothing: *insensitive*. *eviction* is
+  the NMSE between that reference and the full cache;
 - **scores**: `snapkv` with the scores `draft` and `both` keeps exactly budget and draft, window included, in every
   layer and head; two runs are equal bit for bit;
-- **sequences**: two sequences in one stream and in two; a cut of the first leaves the logits of the second as they are,
-  bit for bit, and is the same cut as without the second.
+- **sequences**: two sequences in one stream and in two; an eviction of the first leaves the logits of the second
+  bit-identical, and is the same eviction as without the second.
 
-Random weights tell whether a cut is exact. They tell nothing about answers.
+Random weights tell whether an eviction is exact. They tell nothing about answers.
 """
 
 
@@ -51,7 +51,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    layers = "" if row.n_cut is None else f"{row.n_cut} of {row.n_layer}"
+    layers = "" if row.n_evicted is None else f"{row.n_evicted} of {row.n_layer}"
     flash = {True: "yes", False: "no", None: ""}[row.flash_attn]
     return [
         row.model,
@@ -96,7 +96,7 @@ def markdown(
     if reasons:
         by_number = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
         lines += [*_table(["refused because", "models"], [[_escaped(why), str(n)] for why, n in by_number]), ""]
-    columns = ["model", "result", "layers cut", "flash attention", "NMSE", "one row", "eviction", "note"]
+    columns = ["model", "result", "layers evicted", "flash attention", "NMSE", "one row", "eviction", "note"]
     lines += _table(columns, [_cells(row) for row in sorted(rows, key=lambda row: row.model)])
     missing = sorted(set(archs) - {arch_of(row.model) for row in rows})
     if missing:

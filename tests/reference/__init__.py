@@ -1,4 +1,4 @@
-"""Independent reference of what a cut must do.
+"""Independent reference of what an eviction must do.
 
 Nothing here shares code with the library: the models are written by :mod:`reference.models`, evaluated with NumPy by
 :mod:`reference.forward`, the kept rows are chosen by :mod:`reference.policies`, and :mod:`reference.driver` talks to

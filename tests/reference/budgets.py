@@ -134,7 +134,7 @@ def choose(scores: Float, caps: Sequence[int], s: Settings) -> list[Positions]:
 
 
 def kept_uneven(reference: Reference, n_prompt: int, s: Settings) -> list[list[Positions]]:
-    """Positions that each layer and head keeps of a sequence that is cut now: past, window, rows after the prompt."""
+    """Positions that each layer and head keeps of a sequence evicted now: past, window, rows after the prompt."""
     scores = all_scores(reference, n_prompt, s)
     rest = np.arange(n_prompt - s.window, reference.n_tokens)
     return [

@@ -1,4 +1,4 @@
-"""A sequence that is cut, for tests of what may be done with it afterwards."""
+"""A sequence that is evicted, for tests of what may be done with it afterwards."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 N_PROMPT = 120
 SETTINGS = Settings(budget=32, draft_tokens=3)
-N_CUT = N_PROMPT + 2
-TOKENS = tokens_of(N_CUT + 40, 0)
+N_BEFORE = N_PROMPT + 2
+TOKENS = tokens_of(N_BEFORE + 40, 0)
 
 
-def cut_reference(zoo: Zoo, kept: Any, n_after: int = 5) -> Reference:
+def evicted_reference(zoo: Zoo, kept: Any, n_after: int = 5) -> Reference:
     """The same sequence in the reference."""
     reference = Reference(zoo["g2"].weights)
-    reference.run(TOKENS[:N_CUT])
+    reference.run(TOKENS[:N_BEFORE])
     reference.mask_all_but(kept)
-    for token in TOKENS[N_CUT : N_CUT + n_after]:
+    for token in TOKENS[N_BEFORE : N_BEFORE + n_after]:
         reference.step([token])
     return reference

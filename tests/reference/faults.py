@@ -1,4 +1,4 @@
-"""Failures in the middle of a cut, as tests ask for them."""
+"""Failures in the middle of an eviction, as tests ask for them."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def check(reference: Reference, kept: Kept, n_prompt: int, s: Settings, flash_at
     assert (gaps == 0).mean() >= 0.5
 
 
-def cut(context: Context, tokens: list[int], n_prompt: int, seq: int = 0) -> Kept:
-    """Prompt, draft one by one, and one more token; asserts the cut."""
+def evict(context: Context, tokens: list[int], n_prompt: int, seq: int = 0) -> Kept:
+    """Prompt, draft one by one, and one more token; asserts the eviction."""
     prefill_and_arm(context, tokens[:n_prompt], seq)
     return finish(context, tokens[n_prompt:], seq)
 

@@ -15,7 +15,7 @@ from llama_dge import Llama
 if TYPE_CHECKING:
     from conftest import Zoo
 
-CUT = {"budget": 32, "draft_tokens": 3}
+DGE = {"budget": 32, "draft_tokens": 3}
 
 
 class Instances:
@@ -83,8 +83,8 @@ def set_abort(llm: Any, stop: Any) -> None:
     llama_cpp.llama_set_abort_callback(llm.ctx, llm.abort_callback, None)
 
 
-def assert_cut(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] = CUT, n_evictions: int = 1) -> None:
-    """The cache was cut and holds what it should after n_tokens tokens of the answer were drawn."""
+def assert_evicted(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] = DGE, n_evictions: int = 1) -> None:
+    """The cache was evicted and holds what it should after n_tokens tokens of the answer were drawn."""
     stats = llm.dge_stats
     assert stats is not None
     n_draft = dge["draft_tokens"] - 1
@@ -99,3 +99,6 @@ def assert_cut(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] = CUT
     for layer in llm.dge_layers:
         for head in range(2):
             assert len(llm.dge_kept(layer, head)) == stats.rows_after
+
+
+CUT, assert_cut = DGE, assert_evicted  # until all tests use the new names

@@ -1,4 +1,4 @@
-"""Which rows a cut keeps, in NumPy, from Q and K after RoPE.
+"""Which rows an eviction keeps, in NumPy, from Q and K after RoPE.
 
 L is the length of the prompt, w the window, P = L - w the number of past rows. Scores are arrays [n_head_kv, P].
 """
@@ -19,7 +19,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Settings:
-    """What a cut is asked for; the names are those of llama_dge_params."""
+    """What an eviction is asked for; the names are those of llama_dge_params."""
 
     policy: str = "snapkv"
     scores: str = "draft"
@@ -105,7 +105,7 @@ def kept_rows(q: Float, k: Float, n_prompt: int, n_rows: int, s: Settings) -> li
     q, k
         [position, head, head_size]
     n_rows
-        Rows of the sequence when it is cut.
+        Rows of the sequence when it is evicted.
     """
     n_head_kv = k.shape[1]
     after = np.arange(n_prompt, n_rows)

@@ -41,8 +41,8 @@ def decode_each(context: Context, tokens: list[int], seq: int = 0) -> driver.Log
     return np.concatenate([context.decode([token], seq=seq) for token in tokens])
 
 
-def cut_after(context: Context, tokens: list[int], n_prompt: int, n_draft: int, seq: int = 0) -> driver.Logits:
-    """Prompt, draft one by one, and the rest one by one; asserts that the cut was made. Logits of the rest."""
+def evict_after(context: Context, tokens: list[int], n_prompt: int, n_draft: int, seq: int = 0) -> driver.Logits:
+    """Prompt, draft one by one, and the rest one by one; asserts that the eviction was made. Logits of the rest."""
     prefill_and_arm(context, tokens[:n_prompt], seq)
     if n_draft:
         decode_each(context, tokens[n_prompt : n_prompt + n_draft], seq)
@@ -53,3 +53,6 @@ def cut_after(context: Context, tokens: list[int], n_prompt: int, n_draft: int, 
     assert info["n_rows_before"] == n_prompt + n_draft
     assert info["n_rows_after"] == info["budget"] + n_draft < info["n_rows_before"]
     return logits
+
+
+cut_after = evict_after  # until all tests use the new name

@@ -45,8 +45,8 @@ class Sequence:
         for token in tokens:
             self.decode([token])
 
-    def cut(self, s: Settings, n_prompt: int, seed: int) -> None:
-        """Prompt, draft and the cut; one token after it. The sequence must be empty."""
+    def evict(self, s: Settings, n_prompt: int, seed: int) -> None:
+        """Prompt, draft and the eviction; one token after it. The sequence must be empty."""
         tokens = tokens_of(n_prompt + s.draft_tokens, seed)
         self.decode(tokens[:n_prompt])
         status = self.context.arm(n_prompt, self.seq)
