@@ -239,7 +239,7 @@ def test_a_copied_sequence_is_not_selected_again(new_context: ContextFactory) ->
         logits = decode_each(context, tokens[160:180])
     assert np.isfinite(logits).all() and context.info()["n_recalls"] == n_recalls
     # once for each of the two
-    assert sum("goes on with the rows of its last choice" in line for line in lines) == 2
+    assert sum("goes on with the kept set of its last selection" in line for line in lines) == 2
     assert context.seq_rm(1, -1, -1)
     decode_each(context, tokens[180:200])
     assert context.info()["n_recalls"] > n_recalls and context.info()["n_rows_after"] == BUDGET
@@ -277,7 +277,7 @@ def test_a_selection_without_memory_changes_nothing(new_context: ContextFactory,
     after = context.info()
     if after["n_recalls"] == info["n_recalls"]:
         assert after["error"] == driver.ERR_MEMORY and as_lists(context.kept()) == before
-        assert any("goes on with the rows of its last choice" in line for line in lines)
+        assert any("goes on with the kept set of its last selection" in line for line in lines)
     else:
         assert n > 3  # a choice of this model allocates once per layer
     decode_each(context, tokens[157 + n_fill : 170])
