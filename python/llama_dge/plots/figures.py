@@ -1,4 +1,4 @@
-"""What the pictures show: figures by arm and budget with intervals, and hits by depth and length."""
+"""What the figures show: values by arm and budget with intervals, and hits by depth and length."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
-from ..eval.arms import FULL
+from ..eval.arms import FULL, without_budget
 from ..eval.metrics import paired_bootstrap, wilson
 from ..eval.results import Row
 from ..eval.summary import n_hits
 
-Budget = Union[int, float]  # rows, or a share of the prompt
+Budget = Union[int, float]  # entries, or a share of the prompt
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Curves:
     name
         For a file's name.
     title, y_label
-        Of the picture.
+        Of the figure.
     interval
         What kind of interval points have.
     full
@@ -86,11 +86,6 @@ def _group(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row
     return groups
 
 
-def _bare(row: Row) -> str:
-    """Return an arm's name without its budget."""
-    return str(row["arm"]).rpartition(",budget=")[0] or str(row["arm"])
-
-
 def _prompt(row: Row) -> tuple[str, ...]:
     return row["task"], row["prompt_id"], row["prompt_sha256"], row["model_sha256"]
 
@@ -118,8 +113,8 @@ def _score(rows: Sequence[Row], budget: Budget) -> Point | None:
 
 
 def _divergence(rows: Sequence[Row], budget: Budget) -> Point | None:
-    """Mean over prompts of the mean divergence of the positions after the cut."""
-    values = [float(row["kl_mean"]) for row in rows if row["cut"] and row["kl_mean"] is not None]
+    """Mean over prompts of the mean divergence of the positions after the eviction."""
+    values = [float(row["kl_mean"]) for row in rows if row["evicted"] and row["kl_mean"] is not None]
     if not values:
         return None
     mean, low, high = paired_bootstrap([values])
@@ -130,15 +125,15 @@ def _curves(
     rows: Sequence[Row], measure: Measure, *, name: str, title: str, y_label: str, interval: str,
     top: float | None = None, log: bool = False,
 ) -> list[Curves]:  # fmt: skip
-    """One figure for budgets in rows and one for shares of the prompt, of prompts that all arms have in common."""
+    """One figure for budgets in entries and one for shares of the prompt, of prompts that all arms have in common."""
     made = []
     full_rows = [row for row in rows if row["arm"] == FULL]
     for share in (False, True):
-        cut = [row for row in rows if row["arm"] != FULL and isinstance(row["budget"], float) == share]
-        cells = _group(cut, lambda row: (_bare(row), row["budget"]))
+        evicted = [row for row in rows if row["arm"] != FULL and isinstance(row["budget"], float) == share]
+        cells = _group(evicted, lambda row: (without_budget(row["arm"]), row["budget"]))
         if not cells:
             continue
-        # arms are compared on the same prompts only; a run that has not ended yet has fewer of the last ones
+        # arms are compared on the same prompts only; an unfinished run lacks some of the last ones
         everyone = [*cells.values(), *([full_rows] if full_rows else [])]
         common = set.intersection(*({_prompt(row) for row in cell} for cell in everyone))
         arms: dict[str, list[Point]] = {}
@@ -168,7 +163,7 @@ def curves(rows: Sequence[Row], *, pool: bool = False) -> list[Curves]:
     """Return the budget curves of results.
 
     Needles: share of hits, by model, length and set. LongBench: average score, by model. All tasks: divergence after
-    the cut, by model and, for needles, length and set. Only prompts that every arm has answered count.
+    the eviction, by model and, for needles, length and set. Only prompts that every arm has answered count.
 
     Parameters
     ----------
@@ -194,7 +189,7 @@ def curves(rows: Sequence[Row], *, pool: bool = False) -> list[Curves]:
             )  # fmt: skip
         made += _curves(
             cell, _divergence, name=f"{file}-kl", title=title, log=True,
-            y_label="KL divergence from the full cache after the cut, nats",
+            y_label="KL divergence from the full cache after the eviction, nats",
             interval="95 % bootstrap intervals over prompts",
         )  # fmt: skip
     return made
