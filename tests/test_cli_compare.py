@@ -38,11 +38,11 @@ def table_of(out: str) -> dict[str, list[str]]:
 
 
 def test_table(compare: Callable[..., tuple[int, str, str]], zoo: Zoo) -> None:
-    status, out, _ = compare("-p", "Who?", "--budget", "32", "--refresh", "2", "--max-tokens", "12")
-    assert status == 0 and "NOT CUT" not in out
+    status, out, _ = compare("-p", "Who?", "--budget", "32", "--recall", "2", "--max-tokens", "12")
+    assert status == 0 and "NOTHING EVICTED" not in out
     rows = table_of(out)
-    assert list(rows) == ["", "full cache", "bare policy", "DGE", "refresh 2"]
-    assert rows[""] == ["KL to full", "rows", "attended", "K and V", "parked", "tokens/s", "answer"]
+    assert list(rows) == ["", "full cache", "bare policy", "DGE", "recall 2"]
+    assert rows[""] == ["KL to full", "entries", "attended", "K and V", "host copy", "tokens/s", "answer"]
 
     llm = Llama(str(zoo["g2"].path), n_ctx=512, verbose=False)
     prompt = llm.tokenize(f"{DOCUMENT}\n\nWho?".encode())
@@ -52,32 +52,32 @@ def test_table(compare: Callable[..., tuple[int, str, str]], zoo: Zoo) -> None:
     assert rows["full cache"][-1] == re.split(r"  +", first)[0]
     assert int(rows["full cache"][1]) == len(prompt) + 11
     assert rows["full cache"][0] == "-" and rows["full cache"][4] == "-"
-    for name in ("bare policy", "DGE", "refresh 2"):
+    for name in ("bare policy", "DGE", "recall 2"):
         assert float(rows[name][0]) > 0.0
         assert int(rows[name][1]) < 48
-    # rows of the answer compete with those of the prompt
-    assert int(rows["refresh 2"][1]) <= 32 + 2 < int(rows["bare policy"][1])
-    assert rows["refresh 2"][4].endswith("MiB") and rows["DGE"][4] == "-"
+    # entries of the answer compete with those of the prompt
+    assert int(rows["recall 2"][1]) <= 32 + 2 < int(rows["bare policy"][1])
+    assert rows["recall 2"][4].endswith("MiB") and rows["DGE"][4] == "-"
 
 
-def test_what_is_not_cut_is_said(compare: Callable[..., tuple[int, str, str]]) -> None:
+def test_what_is_not_evicted_is_said(compare: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = compare("--budget", "5000", "--max-tokens", "4")
-    assert status == 0 and out.count("NOT CUT: the prompt is not longer than the budget") == 3
-    status, out, _ = compare("--budget", "32", "--max-tokens", "4", "--arms", "full", "dge:k=9")
-    assert status == 0 and "NOT CUT: the answer ended before the cut" in out
-    assert list(table_of(out)) == ["", "full cache", "dge:k=9"]
+    assert status == 0 and out.count("NOTHING EVICTED: the prompt is not longer than the budget") == 3
+    status, out, _ = compare("--budget", "32", "--max-tokens", "4", "--arms", "full", "default:k=9")
+    assert status == 0 and "NOTHING EVICTED: the answer ended before the eviction" in out
+    assert list(table_of(out)) == ["", "full cache", "default:k=9"]
     status, out, _ = compare(
-        "--max-tokens", "6", "--arms", " full", "dge:k=2,budget=1.0", "dge:k=2,budget=1.0,refresh=2"
+        "--max-tokens", "6", "--arms", " full", "paper:budget=1.0", "recall:k=2,recall=2,budget=1.0"
     )
-    # with refresh, the answer outgrows it
-    assert status == 0 and out.count("NOT CUT: the prompt is not longer than the budget") == 1
-    assert list(table_of(out)) == ["", "full cache", "dge:k=2,budget=1.0", "dge:k=2,budget=1.0,refresh=2"]
+    # with recall, the answer outgrows it
+    assert status == 0 and out.count("NOTHING EVICTED: the prompt is not longer than the budget") == 1
+    assert list(table_of(out)) == ["", "full cache", "paper:budget=1.0", "recall:k=2,recall=2,budget=1.0"]
 
 
 def test_errors(compare: Callable[..., tuple[int, str, str]]) -> None:
-    status, _, err = compare("--refresh", "often")
-    assert status == 1 and '"refresh=often": often is not a number' in err
+    status, _, err = compare("--recall", "often")
+    assert status == 1 and "recall='often': must be" in err
     status, _, err = compare("--style", "chat")
     assert status == 1 and "no chat template" in err
     status, _, err = compare("--budget", "4")
-    assert status == 1 and "window=8" in err
+    assert status == 1 and "budget=4: must be at least 8" in err

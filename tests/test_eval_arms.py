@@ -7,7 +7,10 @@ import re
 import pytest
 
 from llama_dge import DGEConfig
-from llama_dge.eval.arms import parse_arm, parse_arms
+from llama_dge.config import POLICIES, PRESETS
+from llama_dge.eval.arms import parse_arm, parse_arms, without_budget
+
+SHARED = {"new_turn": "reprefill", "elastic": False}
 
 
 def test_full() -> None:
@@ -15,65 +18,96 @@ def test_full() -> None:
     assert arm.name == "full" and arm.config is None and not arm.sums
 
 
-def test_settings() -> None:
-    arm = parse_arm("snapkv:k=1,scores=policy,budget=128")
-    assert arm.config == DGEConfig(
-        draft_tokens=1, scores="policy", draft_pooling="none", budget=128, new_turn="reprefill", elastic=False
-    )
-    assert parse_arm("snapkv:refresh=auto,refresh_mass=0.8,budget=64").config.refresh_mass == 0.8  # type: ignore[union-attr]
-    assert parse_arm("snapkv:budget=0.25").config.budget == 0.25  # type: ignore[union-attr]
-    dge = parse_arm(" dge ", budget=64).config
-    assert dge is not None and (dge.scores, dge.draft_tokens, dge.draft_pooling) == ("draft", 2, "none")  # the paper's
-    assert parse_arm("pyramidkv:budget=64,layer_budgets=reference").config.layer_budgets == "reference"  # type: ignore[union-attr]
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets(preset: str) -> None:
+    arm = parse_arm(preset, 64)
+    want = DGEConfig.preset(preset, budget=64, **SHARED)
+    assert arm.name == f"{preset}:budget=64" and arm.config is not None
+    # "auto" is resolved, so that equal settings are equal
+    assert arm.config == DGEConfig.preset(preset, budget=64, scores=arm.config.scores, **SHARED)
+    assert arm.config.ranks_by == want.ranks_by
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_is_the_one_published(policy: str) -> None:
+    arm = parse_arm(policy, 64)
+    assert arm.name == f"{policy}:budget=64"
+    assert arm.config == DGEConfig(policy=policy, draft_tokens=1, scores="policy", budget=64, **SHARED)
 
 
 @pytest.mark.parametrize(
-    "text, same_as",
+    "text, settings",
     [
-        ("dge:k=2,budget=64", "snapkv:draft_tokens=2,scores=draft,budget=64"),
-        ("dge:refresh=4,refresh_overlap=true,budget=64", "dge:refresh_overlap=true,refresh=4,budget=64"),
-        ("snapkv:budget=64,k=1,scores=policy", "snapkv:scores=policy,k=1,budget=64"),
+        ("snapkv:k=2,budget=128", {"draft_tokens": 2, "scores": "policy", "budget": 128}),
+        ("snapkv:budget=0.25", {"draft_tokens": 1, "scores": "policy", "budget": 0.25}),
+        ("dge:budget=64", {"draft_tokens": 2, "scores": "draft", "pooling": "none", "budget": 64}),
+        ("default:recall=auto,recall_mass=0.8", {"recall": "auto", "recall_mass": 0.8}),
+        ("recall:recall_async=true,k=2", {"recall": 4, "recall_async": True, "draft_tokens": 2}),
+        # the latest queries rank: the policy's own score is none of it
+        ("h2o:recall=4", {"policy": "h2o", "recall": 4, "draft_tokens": 1}),
+        ("pyramidkv:layer_budgets=reference", {
+            "policy": "pyramidkv", "layer_budgets": "reference", "draft_tokens": 1, "scores": "policy"
+        }),
+    ],
+)  # fmt: skip
+def test_settings(text: str, settings: dict[str, object]) -> None:
+    assert parse_arm(text).config == DGEConfig(**{**SHARED, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        ("snapkv:scores=policy,k=2,budget=64", "snapkv:k=2,budget=64"),
+        ("default:k=2,pooling=none,budget=64", "paper:budget=64"),
+        ("default:scores=draft,budget=64", "default:budget=64"),
+        ("snapkv:k=8,scores=draft,budget=64", "default:budget=64"),
+        ("recall:recall=16,budget=64", "default:recall=16,budget=64"),
+        ("default:recall=4,k=2,budget=64", "recall:k=2,budget=64"),
+        ("recall:recall_async=true,recall=4,budget=64", "recall:recall_async=true,budget=64"),
+        ("dge:head_budgets=adaptive,budget=64", "paper:head_budgets=adaptive,budget=64"),
+        ("h2o:recall=4,scores=auto,budget=64", "h2o:recall=4,budget=64"),
     ],
 )
-def test_equal_settings_have_one_name(text: str, same_as: str) -> None:
+def test_equal_settings_have_one_name(text: str, name: str) -> None:
     arm = parse_arm(text)
-    assert arm == parse_arm(same_as)
-    assert parse_arm(arm.name) == arm
+    assert arm.name == name and parse_arm(name) == arm
 
 
 def test_h2o_needs_sums() -> None:
-    assert parse_arm("h2o:scores=policy").sums and parse_arm("h2o:scores=both").sums
-    assert not parse_arm("h2o").sums and not parse_arm("snapkv:scores=policy").sums
+    assert parse_arm("h2o").sums and parse_arm("h2o:scores=both").sums
+    assert not parse_arm("h2o:scores=draft").sums and not parse_arm("snapkv").sums
+    assert not parse_arm("h2o:recall=4").sums
 
 
 def test_budgets() -> None:
-    arms = parse_arms(["dge", "snapkv:budget=16", "full", "full"], [32, 64])
-    assert [arm.name for arm in arms] == [
+    arms = parse_arms(["paper", "default:budget=16", "full", "full"], [32, 64])
+    assert [arm.name for arm in arms] == ["full", "paper:budget=32", "default:budget=16", "paper:budget=64"]
+    assert [without_budget(name) for name in ("full", "paper:budget=32", "snapkv:k=2,budget=0.5")] == [
         "full",
-        "snapkv:k=2,budget=32",
-        "snapkv:k=2,budget=16",
-        "snapkv:k=2,budget=64",
+        "paper",
+        "snapkv:k=2",
     ]
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", '"" is none of full, dge, snapkv'),
+        ("", '"" is none of full, dge, default, paper, recall'),
         ("snap", '"snap" is none of'),
         ("full:k=1", 'full has no settings, so "k=1"'),
         ("snapkv:", "nothing follows the colon"),
         ("snapkv:k", '"k" is not of the form NAME=VALUE'),
         ("snapkv:k=", '"k=" is not of the form'),
-        ("snapkv:k=two", '"k=two": two is not a number'),
+        ("snapkv:k=two", "draft_tokens=two: must be an int"),
         ("snapkv:depth=2", 'no setting "depth"'),
         ("snapkv:elastic=True", 'no setting "elastic"'),
         ("snapkv:k=1,draft_tokens=2", '"draft_tokens" is there twice'),
-        ("snapkv:refresh_overlap=1", "1 is neither true nor false"),
-        ("snapkv:scores=none", "scores='none'"),
-        ("snapkv:budget=4", "window=8: must be at most budget=4"),
-        ("dge:scores=policy", '"scores=policy" is not dge'),
-        ("snapkv:scores=both,refresh=4", 'scores="both": with refresh=4'),
+        ("recall:recall_async=1", "recall_async=1: must be true or false"),
+        ("snapkv:scores=none", 'scores="none": must be'),
+        ("snapkv:budget=4", "budget=4: must be at least 8"),
+        ("default:scores=both,recall=4", 'scores="both": must be'),
+        ("default:draft_pooling=max", '"draft_pooling" is called pooling'),
+        ("default:refresh=4", '"refresh" is called recall'),
     ],
 )
 def test_errors_name_the_part(text: str, message: str) -> None:

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 N_NEW = 16
 ARMS = [
     "full",
-    "snapkv:k=1,scores=policy,budget=32",
-    "dge:k=2,budget=32",
-    "dge:k=5,draft_pooling=max,budget=64",
-    "dge:k=3,scores=both,budget=32",
-    "dge:k=2,refresh=1,budget=32",
-    "dge:k=1,refresh=4,budget=32",
-    "dge:k=2,refresh=auto,budget=32",
-    "streamingllm:k=1,budget=32",
-    "h2o:k=1,scores=policy,budget=32",
+    "snapkv:budget=32",
+    "paper:budget=32",
+    "default:k=5,budget=64",
+    "default:k=3,scores=both,budget=32",
+    "recall:k=2,recall=1,budget=32",
+    "recall:k=1,budget=32",
+    "default:k=2,recall=auto,budget=32",
+    "streamingllm:budget=32",
+    "h2o:budget=32",
     "h2o:k=4,scores=both,budget=48",
-    "h2o:k=2,budget=32",
-    "h2o:k=2,refresh=4,budget=32",
-    "pyramidkv:k=2,budget=48",
-    "snapkv:head_budgets=adaptive,budget=32",
-    "snapkv:window=20,budget=40",
+    "h2o:k=2,scores=draft,budget=32",
+    "h2o:k=2,recall=4,budget=32",
+    "pyramidkv:k=2,scores=draft,budget=48",
+    "paper:head_budgets=adaptive,budget=32",
+    "paper:window=20,budget=40",
 ]
 
 
@@ -103,21 +103,23 @@ def test_as_separate_runs(zoo: Zoo, shared: int) -> None:
                 assert result.same[t] == (int(np.argmax(its)) == full[t])
         assert len(result.logits) == len(full)
         if result.arm.config is not None:
-            assert result.cut and result.n_before_cut == result.arm.config.draft_tokens
-            assert max(result.kl[: result.n_before_cut]) < 1e-9  # the same cache until then
+            assert result.evicted and result.n_before_eviction == result.arm.config.draft_tokens
+            assert max(result.kl[: result.n_before_eviction]) < 1e-9  # the same cache until then
     assert differ > 1  # the comparison would show something
 
 
 def test_answers_longer_than_what_is_compared(zoo: Zoo) -> None:
     llm = load(zoo)
-    arms = parse_arms(["full", "dge:k=2", "dge:k=2,refresh=4", "dge:k=8", "h2o:k=8,scores=policy"], [32])
+    arms = parse_arms(["full", "paper", "recall:k=2", "paper:k=8", "h2o:k=8"], [32])
     prompt = prompt_of(llm)
     long = list(Engine(llm).run(prompt, arms, max_tokens=N_NEW))
     short = list(Engine(llm).run(prompt, arms, max_tokens=N_NEW, kl_tokens=5))
     for a, b in zip(long, short):
         assert b.tokens == a.tokens and b.kl == a.kl[:5]
         # the draft may be longer than what is compared
-        assert a.arm.config is None or (a.cut and a.n_before_cut == b.n_before_cut == a.arm.config.draft_tokens)
+        assert a.arm.config is None or (
+            a.evicted and a.n_before_eviction == b.n_before_eviction == a.arm.config.draft_tokens
+        )
 
 
 @pytest.mark.parametrize("shared", [0, 250], ids=["", "shared document"])
@@ -128,56 +130,56 @@ def test_what_is_read(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, shared: int) ->
     read: list[int] = []
     decode = Cache.decode
     monkeypatch.setattr(Cache, "decode", lambda self, tokens: (read.append(len(tokens)), decode(self, tokens))[1])
-    arms = parse_arms(["full", "dge:k=2", "h2o:k=1,scores=policy", "h2o:k=3,scores=both"], [32, 48, 64])
+    arms = parse_arms(["full", "paper", "h2o", "h2o:k=3,scores=both"], [32, 48, 64])
     prompts = [prompt_of(llm, question) for question in ("Who?", "When?")]
     for prompt, n_shared in zip(prompts, (0, shared)):
         read.clear()
         results = list(engine.run(prompt, arms, max_tokens=4, shared=shared))
-        assert len(results) == 10 and all(result.cut for result in results[1:])
+        assert len(results) == 10 and all(result.evicted for result in results[1:])
         assert sum(n for n in read if n > 1) == 2 * (len(prompt) - n_shared)
 
 
-def test_what_is_not_cut(zoo: Zoo) -> None:
+def test_nothing_to_evict(zoo: Zoo) -> None:
     llm = load(zoo)
     prompt = prompt_of(llm)
-    arms = parse_arms(["full", "dge:k=2,budget=900", "dge:refresh=4,budget=900", f"dge:k={N_NEW},budget=32"])
+    arms = parse_arms(["full", "paper:budget=900", "recall:budget=900", f"default:k={N_NEW},budget=32"])
     full, *others = Engine(llm).run(prompt, arms, max_tokens=N_NEW)
     for result in others:
-        assert not result.cut and result.tokens == full.tokens and max(result.kl) < 1e-9
-        assert result.n_before_cut >= len(full.tokens)
+        assert not result.evicted and result.tokens == full.tokens and max(result.kl) < 1e-9
+        assert result.n_before_eviction >= len(full.tokens)
 
 
-def test_a_cut_that_waits_for_the_answer(zoo: Zoo) -> None:
-    """With refresh, rows of the answer count: a prompt below the budget is cut when the answer has outgrown it."""
+def test_an_eviction_that_waits_for_the_answer(zoo: Zoo) -> None:
+    """With recall, entries of the answer count: they are evicted when prompt and answer have outgrown the budget."""
     llm = load(zoo)
     prompt = prompt_of(llm)[:36]
-    full, result = Engine(llm).run(prompt, parse_arms(["full", "dge:refresh=2,budget=40"]), max_tokens=N_NEW)
-    assert result.cut and 4 < result.n_before_cut <= 8
-    assert max(result.kl[: result.n_before_cut]) < 1e-9 < max(result.kl[result.n_before_cut :])
+    full, result = Engine(llm).run(prompt, parse_arms(["full", "recall:k=2,recall=2,budget=40"]), max_tokens=N_NEW)
+    assert result.evicted and 4 < result.n_before_eviction <= 8
+    assert max(result.kl[: result.n_before_eviction]) < 1e-9 < max(result.kl[result.n_before_eviction :])
     assert result.rows_end <= 42 < full.rows_end
 
 
 def test_short_prompts(zoo: Zoo) -> None:
     llm = load(zoo)
     for n in (1, TAIL, TAIL + 1):
-        results = list(Engine(llm).run(prompt_of(llm)[:n], parse_arms(["full", "dge:budget=32"]), max_tokens=3))
+        results = list(Engine(llm).run(prompt_of(llm)[:n], parse_arms(["full", "paper:budget=32"]), max_tokens=3))
         assert results[0].tokens == results[1].tokens
 
 
 def test_stop(zoo: Zoo) -> None:
     llm = load(zoo)
     engine = Engine(llm)
-    arms = parse_arms(["full", "dge:k=2,budget=32"])
+    arms = parse_arms(["full", "paper:budget=32"])
     for result in engine.run(prompt_of(llm), arms, max_tokens=N_NEW, stop=lambda raw: len(raw) >= 3):
         assert result.ended and len(engine._raw(result.tokens)) >= 3 > len(engine._raw(result.tokens[:-1]))
 
 
-def test_rows_that_are_not_the_budget(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_are_not_the_budget(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = load(zoo)
     n_kept = engine_module._native.n_kept
     monkeypatch.setattr(engine_module._native, "n_kept", lambda *args: n_kept(*args) + 2)
-    with pytest.raises(EvalError, match=r"35 \.\. 35 rows are kept, which is not the budget 32"):
-        list(Engine(llm).run(prompt_of(llm), [parse_arm("dge:k=2,budget=32")], max_tokens=N_NEW))
+    with pytest.raises(EvalError, match=r"35 \.\. 35 entries are kept, which is not the budget 32"):
+        list(Engine(llm).run(prompt_of(llm), [parse_arm("paper:budget=32")], max_tokens=N_NEW))
 
 
 def test_the_model_is_left_as_it_was(zoo: Zoo) -> None:
@@ -185,7 +187,7 @@ def test_the_model_is_left_as_it_was(zoo: Zoo) -> None:
     prompt = prompt_of(llm)
     before = list(islice(llm.generate(prompt, temp=0.0), 8))
     engine = Engine(llm)
-    list(engine.run(prompt, parse_arms(["dge:budget=32"]), max_tokens=4))
+    list(engine.run(prompt, parse_arms(["paper:budget=32"]), max_tokens=4))
     engine.close()
     assert not llm.dge_enabled
     assert list(islice(llm.generate(prompt, temp=0.0), 8)) == before

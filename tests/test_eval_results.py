@@ -37,7 +37,7 @@ def needle(zoo: Zoo, tmp_path: Path) -> Callable[..., Path]:
     return run
 
 
-ARMS = ("--arms", "full", "dge:k=2", "snapkv:k=1,scores=policy", "--budgets", "32")
+ARMS = ("--arms", "full", "paper", "snapkv", "--budgets", "32")
 
 
 def without_times(rows: Any) -> list[dict[str, Any]]:
@@ -55,13 +55,13 @@ def test_rows(needle: Callable[..., Path], zoo: Zoo, capsys: pytest.CaptureFixtu
         assert 0.0 <= row["depth"] <= 1.0 and row["length"] == 500 and row["style"] == "completion"
         assert row["score"] in (0.0, 1.0) and len(row["kl"]) == len(row["same_top"]) <= 6
         if row["arm"] == "full":
-            assert row["settings"] is None and row["budget"] is None and not row["cut"] and not any(row["kl"])
+            assert row["settings"] is None and row["budget"] is None and not row["evicted"] and not any(row["kl"])
         else:
             assert row["settings"]["budget"] == row["budget"] == 32 and row["dge"]["rows_before"] >= row["n_prompt"]
-            if row["cut"]:
-                assert row["dge"]["rows_after"] == 32 + row["n_before_cut"] - 1
+            if row["evicted"]:
+                assert row["dge"]["rows_after"] == 32 + row["n_before_eviction"] - 1
     tables = summary(rows, depths=True)
-    assert "| 500 | codes | 32 | snapkv:k=2 |" in tables and "snapkv:k=2,budget=32\n\n| depth | 500 tokens |" in tables
+    assert "| 500 | codes | 32 | paper |" in tables and "paper:budget=32\n\n| depth | 500 tokens |" in tables
 
 
 def test_an_interrupted_run_goes_on(needle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on(needle: Callable[..., Path], monkeypatch: py
     out = whole.with_name("out.jsonl")
     assert len(list(read_rows(out))) == 5
     with open(out, "a", encoding="utf-8") as file:  # killed in the middle of a line
-        file.write('{"version":1,"task"')
+        file.write('{"version":2,"task"')
     assert without_times(read_rows(needle(*ARMS))) == without_times(read_rows(whole))
 
     # nothing is missing, so no prompt is read
@@ -89,9 +89,9 @@ def test_an_interrupted_run_goes_on(needle: Callable[..., Path], monkeypatch: py
         before = out.read_bytes()
         assert needle(*ARMS).read_bytes() == before
     # one more arm: only that is run
-    more = list(read_rows(needle(*ARMS[:-2], "streamingllm:k=1", *ARMS[-2:])))
+    more = list(read_rows(needle(*ARMS[:-2], "streamingllm", *ARMS[-2:])))
     assert without_times(more[:12]) == without_times(read_rows(whole))
-    assert [row["arm"] for row in more[12:]] == ["streamingllm:k=1,budget=32"] * 4
+    assert [row["arm"] for row in more[12:]] == ["streamingllm:budget=32"] * 4
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_interrupted_run_goes_on(needle: Callable[..., Path], monkeypatch: py
         (["--first-seed", "7", "--type-k", "q8_0"], "with cache {'type_k': 'f16'"),  # other prompts, the same tables
     ],
 )
-@pytest.mark.parametrize("arms", [["full", "dge:k=2,budget=32"], ["dge:k=2,budget=32"]])
+@pytest.mark.parametrize("arms", [["full", "paper:budget=32"], ["paper:budget=32"]])
 def test_rows_that_do_not_compare_are_refused(
     needle: Callable[..., Path],
     zoo: Zoo,
@@ -128,8 +128,11 @@ def test_damaged_files(needle: Callable[..., Path], tmp_path: Path, capsys: pyte
     with pytest.raises(ResultsError, match=r"bad\.jsonl, line 1"):
         list(read_rows(path))
     path.write_text('{"version": 99}\n', encoding="utf-8")
-    with pytest.raises(ResultsError, match="not a result of version 1"):
+    with pytest.raises(ResultsError, match="not a result of version 2"):
         list(read_rows(path))
+    (tmp_path / "old.jsonl").write_text('{"version": 1}\n', encoding="utf-8")
+    with pytest.raises(ResultsError, match="line 1: of version 1, whose arms have other names: run its command again"):
+        list(read_rows(tmp_path / "old.jsonl"))
     with pytest.raises(ResultsError, match="cannot read"):
         list(read_rows(tmp_path / "none"))
     with pytest.raises(ResultsError, match="a row has no 'task'"):
@@ -142,7 +145,7 @@ def test_a_file_of_something_else_is_left_alone(
     needle: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notes = tmp_path / "notes.txt"
-    for text in ("my only notes", "{}", '{"version":2,'):
+    for text in ("my only notes", "{}", '{"version":3,'):
         notes.write_text(text, encoding="utf-8")
         with pytest.raises(AssertionError):
             needle("--arms", "full", name="notes.txt")
@@ -209,10 +212,10 @@ def test_hash_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def row(arm: str, prompt: str, score: float, kl: list[float], **more: Any) -> dict[str, Any]:
     made = {
-        "version": 1, "task": "needle", "set": "numbers", "prompt_id": prompt, "prompt_sha256": prompt, "length": 1024,
+        "version": 2, "task": "needle", "set": "numbers", "prompt_id": prompt, "prompt_sha256": prompt, "length": 1024,
         "depth": 0.5, "model": "m", "model_sha256": "m", "arm": arm, "budget": None if arm == "full" else 64,
         "score": score, "score_draft": 0.0, "kl": kl, "same_top": [int(value < 1) for value in kl],
-        "cut": arm != "full", "n_before_cut": 1, "expected": ["x"],
+        "evicted": arm != "full", "n_before_eviction": 1, "expected": ["x"],
     }  # fmt: skip
     return {**made, **more}
 
@@ -246,13 +249,16 @@ def test_summary_as_a_grid() -> None:
         rows += [row(f"snapkv:k=1,budget={budget}", f"p{i}", score, [0.0, 0.5, 1.5], **more) for i in range(4)]
     rows.append(row("streamingllm:k=1,budget=64", "p0", 1.0, [0.0]))
     text = summary(rows, by_set=False, grid=True)
-    assert "m, 1024 tokens, all: hits, KL after the cut: mean, p99" in text and "| arm | 64 rows | 128 rows |" in text
+    assert (
+        "m, 1024 tokens, all: hits, KL after the eviction: mean, p99" in text
+        and "| arm | 64 entries | 128 entries |" in text
+    )
     assert "| full cache | 3/4 | 3/4 |\n| `snapkv:k=1` | 0/4, 1.000, 1.50 | 4/4, 1.000, 1.50 |" in text
     assert "| `streamingllm:k=1` | 1/1 |  |" in text
     assert "m, 1024 tokens, facts: hits" in summary(rows, grid=True)
-    assert "| arm | all rows |\n| --- | --- |\n| full cache | 3/4 |" in summary(rows[:4], grid=True)
+    assert "| arm | all entries |\n| --- | --- |\n| full cache | 3/4 |" in summary(rows[:4], grid=True)
     share = [row("snapkv:k=1,budget=0.25", "p0", 1.0, [0.0], budget=0.25)]
-    assert "| arm | 25 % of the rows |" in summary(share, grid=True)
+    assert "| arm | 25 % of the entries |" in summary(share, grid=True)
 
 
 def test_summary_of_answers_to_several_questions() -> None:

@@ -264,7 +264,7 @@ def test_longbench_rules() -> None:
         ("qasper", "nonsense\n", "qasper.jsonl, line 1"),
         ("qasper", '{"answers": []}\n', 'needs "answers", and "prompt" or "context"'),
         ("other", "", "no file of a set of LongBench"),
-        ("qasper", "", "there are no prompts"),
+        ("qasper", "", r"qasper\.jsonl is empty"),
         ("qasper", '{"answers": [], "prompt": null, "context": null}\n', 'needs "answers", and "prompt" or "context"'),
         ("qasper", '{"answers": [], "prompt": 12}\n', "must be texts"),
         ("qasper", '{"answers": [], "context": ["a"]}\n', "must be texts"),
@@ -285,7 +285,7 @@ def test_longbench_command(
     write(tmp_path, "triviaqa", OURS)
     out = str(tmp_path / "out.jsonl")
     args = ["eval", "longbench", str(zoo["g2"].path), "--data", str(tmp_path), "--out", out, "--max-tokens", "5"]
-    assert main([*args, "--arms", "full", "dge:k=2,budget=32", "--threads", "1"]) == 0
+    assert main([*args, "--arms", "full", "paper:budget=32", "--threads", "1"]) == 0
     assert len(list(read_rows(Path(out)))) == 6
     assert main([*args[:4], str(tmp_path / "none"), *args[5:]]) == 1
     assert "no file of a set" in capsys.readouterr().err
@@ -298,9 +298,9 @@ def test_kld_command(tmp_path: Path, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "a.txt").write_text("x y z " * 40)
     out = tmp_path / "out.jsonl"
     args = ["eval", "kld", str(zoo["g2"].path), "-f", str(tmp_path / "a.txt"), "-p", "Who?", "Where?", "--quick"]
-    assert main([*args, "--arms", "full", "dge:k=2,budget=32", "--threads", "1", "--out", str(out)]) == 0
+    assert main([*args, "--arms", "full", "paper:budget=32", "--threads", "1", "--out", str(out)]) == 0
     rows = list(read_rows(out))
-    assert [row["arm"] for row in rows] == ["full", "snapkv:k=2,budget=32"] * 2
+    assert [row["arm"] for row in rows] == ["full", "paper:budget=32"] * 2
     assert all(row["score"] is None for row in rows)
 
 

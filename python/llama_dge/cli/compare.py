@@ -1,4 +1,4 @@
-"""``llama-dge compare``: one question, answered with the full cache and with less of it, side by side."""
+"""``llama-dge compare``: one question, answered with the full cache and with eviction, side by side."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ from ..eval.cache import EvalError
 from ..eval.engine import ArmResult, Engine, not_longer
 from ..eval.prompts import STYLES, Prompter
 from ._common import CLIError, Progress, load, load_vocabulary, mebibytes, model_path, read_text
-from ._options import add_cache_options, add_model, add_threads, add_verbose, at_least, context_settings
+from ._options import (
+    add_cache_options,
+    add_max_tokens,
+    add_model,
+    add_threads,
+    add_verbose,
+    at_least,
+    context_settings,
+)
 
 DEFAULT_BUDGET = 256
-DEFAULT_REFRESH = "4"
+DEFAULT_RECALL = "4"
 _WIDTH = 60
 
 
@@ -24,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand to the parser of the program."""
     parser = commands.add_parser(
         "compare",
-        help="one question: full cache, bare policy, DGE and refresh side by side",
+        help="one question: full cache, bare policy, DGE and recall side by side",
         description="The document is read once; each row of the table goes on from the same cache.",
     )
     add_model(parser)
@@ -35,18 +43,21 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         type=at_least(1),
         default=DEFAULT_BUDGET,
         metavar="N",
-        help=f"rows that stay per layer and KV head ({DEFAULT_BUDGET})",
+        help=f"entries kept per layer and KV head ({DEFAULT_BUDGET})",
     )
     parser.add_argument(
-        "--refresh",
-        default=DEFAULT_REFRESH,
+        "--recall",
+        default=DEFAULT_RECALL,
         metavar="N",
-        help=f"tokens after which rows are chosen again, or auto ({DEFAULT_REFRESH})",
+        help=f"tokens after which entries are selected again, or auto ({DEFAULT_RECALL})",
     )
     parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="others, as in `llama-dge eval`; the full cache is always there"
+        "--arms",
+        nargs="+",
+        metavar="ARM",
+        help="instead of these, as in `llama-dge eval`; the full cache is always there",
     )
-    parser.add_argument("--max-tokens", type=at_least(2), default=32, metavar="N", help="length of an answer (32)")
+    add_max_tokens(parser, 32, "length of an answer (32)", least=2)
     parser.add_argument("--style", choices=STYLES, default="auto", help="of the prompt (auto: chat where possible)")
     add_cache_options(parser)
     add_threads(parser)
@@ -57,12 +68,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 def _arms(args: argparse.Namespace) -> list[tuple[str, Arm]]:
     """Return labels and arms, the full cache first."""
     if args.arms is None:
-        # of DGEConfig's defaults
         texts = {
             "full cache": "full",
-            "bare policy": "snapkv:k=1,scores=policy",
-            "DGE": "dge:k=8,draft_pooling=max",
-            f"refresh {args.refresh}": f"dge:k=8,refresh={args.refresh}",
+            "bare policy": "snapkv",
+            "DGE": "default",
+            f"recall {args.recall}": f"recall:recall={args.recall}",
         }
     else:
         texts = {"full cache": "full", **{text: text for text in map(str.strip, args.arms) if text != "full"}}
@@ -99,7 +109,8 @@ def _compare(args: argparse.Namespace) -> int:
         llm.close()
     print(f"Prompt    {len(prompt):,} tokens; {path.name}, {args.max_tokens} tokens of answer at most, greedy")
     for label, result in results[1:]:
-        print(f"{label:<14} {result.arm.name}{'' if result.cut else '    NOT CUT: ' + _why(result, len(prompt))}")
+        note = "" if result.evicted else f"    NOTHING EVICTED: {_why(result, len(prompt))}"
+        print(f"{label:<14} {result.arm.name}{note}")
     print()
     _print_table(results)
     return 0
@@ -109,7 +120,7 @@ def _why(result: ArmResult, n_prompt: int) -> str:
     config = result.arm.config
     if config is not None and not_longer(n_prompt, config):
         return "the prompt is not longer than the budget"
-    return "the answer ended before the cut"
+    return "the answer ended before the eviction"
 
 
 def _first_line(text: str) -> str:
@@ -119,17 +130,17 @@ def _first_line(text: str) -> str:
 
 
 def _print_table(results: Sequence[tuple[str, ArmResult]]) -> None:
-    # of a row: what the cells of the first result take, by the size of a cut
-    cut = next((result for _, result in results if result.stats is not None and result.stats.rows_before), None)
-    row_bytes = cut.stats.bytes_before / cut.stats.rows_before if cut is not None and cut.stats is not None else None
-    lines = [("", "KL to full", "rows", "attended", "K and V", "parked", "tokens/s", "answer")]
+    # bytes of an entry, by whatever eviction there was
+    stats = next((result.stats for _, result in results if result.stats and result.stats.rows_before), None)
+    row_bytes = stats.bytes_before / stats.rows_before if stats is not None else None
+    lines = [("", "KL to full", "entries", "attended", "K and V", "host copy", "tokens/s", "answer")]
     for label, result in results:
-        after = result.kl[result.n_before_cut :]
+        after = result.kl[result.n_before_eviction :]
         speed = result.n_decoded / result.decode_seconds if result.n_decoded and result.decode_seconds > 0 else None
         lines.append(
             (
                 label,
-                f"{np.mean(after):.3f}" if result.cut and after else "-",
+                f"{np.mean(after):.3f}" if result.evicted and after else "-",
                 f"{result.rows_end:,}",
                 f"{result.n_kv_end:,}",
                 "-" if row_bytes is None else mebibytes(row_bytes * result.rows_end),

@@ -18,16 +18,17 @@ from ..eval.results import Results, ResultsError, file_sha256, read_rows, versio
 from ..eval.runner import Score, run_prompts
 from ..eval.summary import summary
 from ._common import CLIError, Progress, load, load_vocabulary, model_path, read_text
-from ._options import add_cache_options, add_model, add_threads, add_verbose, at_least, context_settings
-
-DEFAULT_ARMS = (
-    "full",
-    "streamingllm:k=1",
-    "snapkv:k=1,scores=policy",
-    "dge:k=2",
-    "dge:k=8,draft_pooling=max",
-    "dge:k=8,refresh=4",
+from ._options import (
+    add_cache_options,
+    add_max_tokens,
+    add_model,
+    add_threads,
+    add_verbose,
+    at_least,
+    context_settings,
 )
+
+DEFAULT_ARMS = ("full", "streamingllm", "snapkv", "paper", "default", "recall")
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -108,18 +109,16 @@ def _add_model_options(parser: argparse.ArgumentParser, max_tokens: int | None) 
         nargs="+",
         default=list(DEFAULT_ARMS),
         metavar="ARM",
-        help=f"full, or POLICY:NAME=VALUE,... ({' '.join(DEFAULT_ARMS)})",
+        help=f"full, or a preset or a policy, changed by :NAME=VALUE,... ({' '.join(DEFAULT_ARMS)})",
     )
     parser.add_argument(
         "--budgets", type=at_least(1), nargs="+", default=[128], metavar="N", help="of arms that name none (128)"
     )
     parser.add_argument("--style", choices=STYLES, default="auto", help="of a prompt (auto: chat where possible)")
-    parser.add_argument(
-        "--max-tokens",
-        type=at_least(1),
-        default=max_tokens,
-        metavar="N",
-        help=f"length of an answer ({max_tokens})" if max_tokens else "at most so many, and as the protocol says",
+    add_max_tokens(
+        parser,
+        max_tokens,
+        f"length of an answer ({max_tokens})" if max_tokens else "at most, else as the protocol says",
     )
     parser.add_argument(
         "--kl-tokens", type=at_least(1), default=64, metavar="N", help="of the answer that are compared (64)"
@@ -188,7 +187,7 @@ def _summary(args: argparse.Namespace) -> int:
     except ResultsError as error:
         raise CLIError(str(error)) from error
     if not rows:
-        raise CLIError("there are no results")
+        raise CLIError(f"no results in {', '.join(args.results)}")
     try:
         text = summary(rows, depths=args.depths, by_set=not args.pool, known=args.known, grid=args.grid)
     except (KeyError, TypeError, ResultsError) as error:
@@ -236,6 +235,8 @@ def _run(
             finally:
                 progress.clear()
                 llm.close()
+    except BrokenPipeError:
+        raise  # nobody reads the progress
     except (EvalError, ResultsError, ImportError, ValueError, OSError) as error:
         raise CLIError(str(error)) from error
     print(f"{n:,} rows were added to {args.out}; `llama-dge eval summary {args.out}` makes tables of it")

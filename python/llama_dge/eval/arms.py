@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import POLICIES, DGEConfig
+from ..config import _RENAMED, POLICIES, PRESETS, DGEConfig
 
 FULL = "full"
-# A prompt is read once for all arms, so nothing of it has to come back after a cut; the cache keeps its size. The draft
-# is the paper's, so that an arm's name means the same whatever the defaults of DGEConfig are.
-_DEFAULTS = {"new_turn": "reprefill", "elastic": False, "draft_tokens": 2, "draft_pooling": "none"}
-_NOT_HERE = {"policy", "elastic", "strict", "head_budgets"}
+#: What an arm may start from: a preset, or a policy as published, evicted at the end of prefill by its own score.
+STARTS: Mapping[str, Mapping[str, Any]] = {
+    **PRESETS,
+    **{policy: {"policy": policy, "draft_tokens": 1, "scores": "policy"} for policy in POLICIES},
+}
+# DGE as published is what the paper calls so
+_OTHER_NAMES = {"dge": "paper"}
+# one prompt serves all arms, so none restores it, and the cache keeps its size
+_SHARED = {"new_turn": "reprefill", "elastic": False}
+_FIELDS = tuple(
+    field.name for field in dataclasses.fields(DGEConfig) if field.name not in ("policy", "elastic", "strict")
+)
 _SHORT = {"k": "draft_tokens"}
+
+
+def needs_sums(config: DGEConfig) -> bool:
+    """Return whether settings need the attention of the whole prompt, which is summed during prefill."""
+    known = POLICIES.get(config.policy) if isinstance(config.policy, str) else None
+    return known is not None and known.scorer == "sums" and config.ranks_by != "draft"
 
 
 @dataclass(frozen=True)
@@ -26,45 +41,16 @@ class Arm:
 
     @property
     def sums(self) -> bool:
-        """Whether the arm needs the attention of the whole prompt, which is summed while the prompt is read."""
-        return self.config is not None and self.config.policy == "h2o" and self.config.scores != "draft"
-
-
-class _NotBool(ValueError):
-    pass
-
-
-def _fields() -> dict[str, Any]:
-    fields = {field.name: field.default for field in dataclasses.fields(DGEConfig) if field.name not in _NOT_HERE}
-    return {**fields, "head_budgets": "uniform"}
-
-
-def _value(name: str, text: str) -> Any:
-    """Read a value as the type that the field has; raises ValueError."""
-    default = _fields()[name]
-    if name == "refresh":
-        return text if text == "auto" else int(text)
-    if name == "park_limit":
-        return int(text)
-    if name == "budget":
-        return float(text) if "." in text else int(text)
-    if isinstance(default, bool):
-        if text not in ("true", "false"):
-            raise _NotBool
-        return text == "true"
-    if isinstance(default, float):
-        return float(text)
-    if isinstance(default, int):
-        return int(text)
-    return text
+        """Whether the arm needs the attention of the whole prompt, which is summed during prefill."""
+        return self.config is not None and needs_sums(self.config)
 
 
 def parse_arm(text: str, budget: int | float | None = None) -> Arm:
     """Read an arm.
 
-    The grammar is ``full``, or ``POLICY`` or ``POLICY:NAME=VALUE,NAME=VALUE,...``. POLICY is one of snapkv, pyramidkv,
-    h2o, streamingllm, or dge, which is another name of snapkv. The names are the fields of `DGEConfig`, and k for
-    draft_tokens.
+    The grammar is ``full``, or ``START`` or ``START:NAME=VALUE,NAME=VALUE,...``. START is a preset ("default", "paper",
+    which is also called "dge", "recall") or a policy, which means the policy as published: k = 1, scores="policy". The
+    names are the fields of `DGEConfig`, and k for draft_tokens.
 
     Parameters
     ----------
@@ -80,55 +66,88 @@ def parse_arm(text: str, budget: int | float | None = None) -> Arm:
 
     Examples
     --------
-    >>> parse_arm("snapkv:k=1,scores=policy,budget=128").name
-    'snapkv:k=1,scores=policy,budget=128'
-    >>> parse_arm("dge", budget=64).config.budget
-    64
+    >>> parse_arm("snapkv:scores=policy,k=4,budget=128").name
+    'snapkv:k=4,budget=128'
+    >>> parse_arm("dge", budget=64).name
+    'paper:budget=64'
     """
-    policy, colon, rest = text.strip().partition(":")
-    if policy == FULL:
+    start, colon, rest = text.strip().partition(":")
+    if start == FULL:
         if colon:
             raise ValueError(f'arm "{text}": full has no settings, so "{rest}" means nothing')
         return Arm(FULL, None)
-    if policy not in (*POLICIES, "dge"):
-        raise ValueError(f'arm "{text}": "{policy}" is none of {", ".join((FULL, "dge", *POLICIES))}')
-    settings: dict[str, Any] = {"policy": "snapkv" if policy == "dge" else policy}
+    start = _OTHER_NAMES.get(start, start)
+    if start not in STARTS:
+        raise ValueError(f'arm "{text}": "{start}" is none of {", ".join((FULL, *_OTHER_NAMES, *STARTS))}')
     if colon and not rest:
         raise ValueError(f'arm "{text}": nothing follows the colon')
+    settings = _settings(text, rest)
+    if budget is not None:
+        settings.setdefault("budget", budget)
+    try:
+        config = _config(start, settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'arm "{text}": {error}') from None
+    return Arm(_name(config), config)
+
+
+def _settings(text: str, rest: str) -> dict[str, Any]:
+    """Read what follows the colon; raises ValueError."""
+    settings: dict[str, Any] = {}
     for part in rest.split(",") if rest else []:
         short, equals, value = part.strip().partition("=")
         name = _SHORT.get(short, short)
         if not equals or not value:
             raise ValueError(f'arm "{text}": "{part}" is not of the form NAME=VALUE')
-        if name not in _fields():
-            raise ValueError(f'arm "{text}": no setting "{short}"; they are k, {", ".join(_fields())}')
+        if name in _RENAMED:
+            raise ValueError(f'arm "{text}": "{name}" is called {_RENAMED[name]}')
+        if name not in _FIELDS:
+            raise ValueError(f'arm "{text}": no setting "{short}"; they are k, {", ".join(_FIELDS)}')
         if name in settings:
             raise ValueError(f'arm "{text}": "{short}" is there twice')
         try:
-            settings[name] = _value(name, value)
-        except _NotBool:
-            raise ValueError(f'arm "{text}": "{part}": {value} is neither true nor false') from None
-        except ValueError:
-            raise ValueError(f'arm "{text}": "{part}": {value} is not a number') from None
-    if policy == "dge" and settings.get("scores") == "policy":
-        raise ValueError(f'arm "{text}": "scores=policy" is not dge; write snapkv')
-    if budget is not None:
-        settings.setdefault("budget", budget)
-    try:
-        config = DGEConfig(**{**_DEFAULTS, **settings})
-    except ValueError as error:
-        raise ValueError(f'arm "{text}": {error}') from None
-    return Arm(_name(config), config)
+            settings[name] = DGEConfig.parse(name, value)
+        except ValueError as error:
+            raise ValueError(f'arm "{text}": {error}') from None
+    return settings
+
+
+def _config(start: str, settings: Mapping[str, Any]) -> DGEConfig:
+    """Make the settings that a start and changes of it stand for; equal ones compare equal. Raises as `DGEConfig`."""
+    base = dict(STARTS[start])
+    if settings.get("recall") and "scores" not in settings:
+        base.pop("scores", None)  # the latest queries rank then
+    config = DGEConfig(**{**_SHARED, **base, **settings})
+    return dataclasses.replace(config, scores="auto" if config.recall else config.ranks_by)
 
 
 def _name(config: DGEConfig) -> str:
-    """Write settings in the one form that stands for them: k, what is not the default, the budget."""
-    parts = [f"k={config.draft_tokens}"]
-    for name, default in _fields().items():
-        value = getattr(config, name)
-        if name not in ("draft_tokens", "budget") and value != _DEFAULTS.get(name, default):
-            parts.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
-    return f"{config.policy}:{','.join(parts)},budget={config.budget}"
+    """Write settings in the one form that stands for them: the nearest start, what differs from it, the budget."""
+    names: list[list[str]] = []
+    for start in STARTS:
+        base = _config(start, {})
+        if base.policy != config.policy:
+            continue
+        changed = [name for name in _FIELDS if getattr(config, name) != getattr(base, name) and name != "budget"]
+        if config.recall and "scores" in changed:
+            changed.remove("scores")
+        changed.sort(key=lambda name: name != "draft_tokens")
+        names.append([start, *(f"{_written(name)}={_text(getattr(config, name))}" for name in changed)])
+    start, *parts = min(names, key=len)
+    return f"{start}:{','.join([*parts, f'budget={config.budget}'])}"
+
+
+def _written(name: str) -> str:
+    return next((short for short, field in _SHORT.items() if field == name), name)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_budget(name: str) -> str:
+    """Return an arm's name without its budget."""
+    return re.sub("[:,]budget=[^,]*$", "", name)
 
 
 def parse_arms(texts: Iterable[str], budgets: Sequence[int | float] = ()) -> list[Arm]:

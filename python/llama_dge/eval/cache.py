@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,17 +55,20 @@ class Cache:
         return self._llm.ctx
 
     def begin(self, config: DGEConfig | None) -> None:
-        """Empty the cache and change the settings; raises EvalError where the model cannot be cut."""
+        """Empty the cache and change the settings; raises EvalError where the model is not supported."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.ctx), False)
-        self._llm.set_dge(config)
+        with warnings.catch_warnings():
+            # a context is as large as prompts and answers need, and results say where nothing was evicted
+            warnings.filterwarnings("ignore", message="llama_dge: budget=.* is not less than n_ctx")
+            self._llm.set_dge(config)
         if config is not None and not self._llm.dge_enabled:
-            raise EvalError("this model cannot be cut")
+            raise EvalError("nothing can be evicted of this model")
 
     def arm(self, n_prompt: int) -> bool:
-        """State that the prompt is complete. Returns whether a cut will follow; raises EvalError."""
+        """State that the prompt is complete. Returns whether an eviction follows; raises EvalError."""
         status = _native.seq_arm(self.ctx, SEQ, n_prompt)
         if status < 0:
-            raise EvalError(f"a prompt cannot be cut: {_native.status_text(status)}")
+            raise EvalError(f"a prompt cannot be armed: {_native.status_text(status)}")
         return status == _native.OK
 
     def read(self, prompt: list[int], n_head: int, shared: int, sums: bool) -> None:
@@ -124,7 +128,7 @@ class Cache:
         return Saved(buffer, _native.seq_queries(self.ctx, SEQ))
 
     def load(self, saved: Saved) -> None:
-        """Put back what `save` returned, with other settings, too; raises EvalError."""
+        """Put back what `save` returned, with whatever settings are in force; raises EvalError."""
         state = saved.state
         if llama_cpp.llama_state_seq_set_data(self.ctx, state, len(state), SEQ) != len(state):
             raise EvalError("the state of the prompt could not be put back")
@@ -133,7 +137,7 @@ class Cache:
             _native.seq_set_queries(self.ctx, SEQ, saved.captured)
 
     def truncate(self, n: int) -> bool:
-        """Remove the rows from position n on. Returns False, with nothing changed, where that cannot be done."""
+        """Remove the entries from position n on. Returns False, with nothing changed, where that cannot be done."""
         return bool(llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.ctx), SEQ, n, -1))
 
     def n_rows(self) -> int:

@@ -29,10 +29,10 @@ class ArmResult:
     """What one arm did with one prompt.
 
     `kl[t]` and `same[t]` compare the distribution that follows t tokens of the full cache's answer with the full
-    cache's own; they are 0 up to `n_before_cut`, those after it come from what the cut left.
+    cache's own; they are 0 up to `n_before_eviction`, those after it come from the kept entries.
     Seconds are wall-clock time, `cpu_seconds` that of the process for the whole arm. `prefill_seconds` is the time in
     which the prompt and the draft came to be in the cache, for all arms but the full cache as a copy. `decode_seconds`
-    holds the `n_decoded` steps after the cut, refreshes included.
+    holds the `n_decoded` steps after the eviction, recalls included.
     """
 
     arm: Arm
@@ -41,8 +41,8 @@ class ArmResult:
     ended: bool
     kl: list[float]
     same: list[bool]
-    n_before_cut: int
-    cut: bool
+    n_before_eviction: int
+    evicted: bool
     stats: DGEStats | None
     rows_end: int
     n_kv_end: int
@@ -66,23 +66,23 @@ class _Full:
 
 
 def not_longer(n_prompt: int, config: DGEConfig) -> bool:
-    """Tell whether a prompt is not longer than the budget, so that it is not cut."""
+    """Return whether a prompt is not longer than the budget, so that nothing is evicted."""
     return n_prompt <= config.budget if isinstance(config.budget, int) else config.budget >= 1.0
 
 
 def _between(config: DGEConfig) -> int:
-    """Return the tokens between two choices, at most."""
-    return 8 if isinstance(config.refresh, str) else config.refresh
+    """Return the tokens between two selections, at most."""
+    return 8 if isinstance(config.recall, str) else config.recall
 
 
 def _capturing(arms: Sequence[Arm], sums: bool) -> DGEConfig | None:
-    """Return settings that capture all that those of the arms need which need sums, or of the others."""
+    """Return settings that capture what the arms that need sums need, or what the others need."""
     configs = [arm.config for arm in arms if arm.config is not None and arm.sums == sums]
     if not configs:
         return None
     window = max(config.window for config in configs)
     return DGEConfig(
-        policy="h2o" if sums else "snapkv",
+        policy=configs[0].policy if sums else "snapkv",
         scores="both",
         window=window,
         budget=window + 1,
@@ -143,7 +143,7 @@ class Engine:
         Raises
         ------
         EvalError
-            An arm was not cut as its settings say.
+            An eviction was not as the settings of its arm say.
         """
         prompt = list(prompt)
         n_tail = max([self._n_tail, *(arm.config.window for arm in arms if arm.config is not None)])
@@ -151,7 +151,7 @@ class Engine:
         shared = min(shared, n_head)
 
         # drafts come from the full cache, so that each is a beginning of its answer; the step that decodes a draft's
-        # last token is the one that cuts
+        # last token is the one that evicts
         drafts: dict[bool, set[int]] = {False: set(), True: set()}
         for arm in arms:
             if arm.config is not None:
@@ -208,8 +208,8 @@ class Engine:
             ended=ended,
             kl=[0.0] * len(compared),
             same=[True] * len(compared),
-            n_before_cut=len(tokens),
-            cut=False,
+            n_before_eviction=len(tokens),
+            evicted=False,
             stats=None,
             rows_end=n_rows,
             n_kv_end=min(-(-n_rows // 256) * 256, self._llm.n_ctx()),
@@ -232,7 +232,7 @@ class Engine:
                 full.drafts[True, n] = self._cache.save()
 
     def _draft(self, arm: Arm, prompt: list[int], full: _Full, n: int) -> bool:
-        """Make the cache that of the prompt and n tokens of the answer, armed. Returns whether a cut will follow."""
+        """Make the cache that of the prompt and n tokens of the answer, armed. Returns whether an eviction follows."""
         self._cache.begin(arm.config)
         self._cache.load(full.drafts[arm.sums, n])
         return self._cache.arm(len(prompt))
@@ -243,7 +243,7 @@ class Engine:
         n_prompt, k = len(prompt), config.draft_tokens
         cpu, start = time.process_time(), time.perf_counter()
         n_shared = min(k, len(full.tokens))
-        will_cut = self._draft(arm, prompt, full, n_shared - 1)
+        will_evict = self._draft(arm, prompt, full, n_shared - 1)
         prefill_seconds = time.perf_counter() - start
 
         # along the full cache's answer
@@ -253,16 +253,16 @@ class Engine:
         chosen = full.tokens[: len(kl)]
         kept = full.logits[: len(kl)] if self._keep_logits else []
         seconds, n_decoded = 0.0, 0
-        cut: DGEStats | None = None
-        cut_at = 0
+        evicted: DGEStats | None = None
+        evicted_at = 0
         for t in range(n_shared, n_forced):
             step = time.perf_counter()
             self._cache.decode([full.tokens[t - 1]])
             if t > k:
                 seconds += time.perf_counter() - step
                 n_decoded += 1
-            if cut is None and will_cut:
-                cut, cut_at = self._check_cut(arm, n_prompt), t
+            if evicted is None and will_evict:
+                evicted, evicted_at = self._check_eviction(arm, n_prompt), t
             logits = self._cache.logits()
             if self._keep_logits:
                 kept.append(logits)
@@ -283,13 +283,13 @@ class Engine:
                 if len(tokens) > k:
                     seconds += time.perf_counter() - step
                     n_decoded += 1
-                if cut is None and will_cut and len(tokens) >= k:
-                    cut, cut_at = self._check_cut(arm, n_prompt), len(tokens)
+                if evicted is None and will_evict and len(tokens) >= k:
+                    evicted, evicted_at = self._check_eviction(arm, n_prompt), len(tokens)
                 tokens.append(int(np.argmax(self._cache.logits())))
                 ended = self._ends(tokens, stop)
         stats = _native.seq_stats(self._cache.ctx, SEQ)
-        if cut is not None:
-            self._check_end(arm, cut, stats)
+        if evicted is not None:
+            self._check_end(arm, evicted, stats)
         return ArmResult(
             arm=arm,
             tokens=tokens,
@@ -297,8 +297,8 @@ class Engine:
             ended=ended,
             kl=kl,
             same=same,
-            n_before_cut=cut_at if cut is not None else max(len(tokens), n_forced),
-            cut=cut is not None,
+            n_before_eviction=evicted_at if evicted is not None else max(len(tokens), n_forced),
+            evicted=evicted is not None,
             stats=stats,
             rows_end=stats.rows,
             n_kv_end=stats.n_kv,
@@ -313,8 +313,8 @@ class Engine:
         """Make the cache what it is after n tokens of an answer, of which it has seen more."""
         config = arm.config
         assert config is not None
-        # one cut for good: rows after the prompt can be removed
-        if not config.refresh and self._cache.truncate(len(prompt) + n):
+        # without recall, entries after the prompt can be removed
+        if not config.recall and self._cache.truncate(len(prompt) + n):
             return
         k = config.draft_tokens
         self._draft(arm, prompt, full, k - 1)
@@ -323,19 +323,20 @@ class Engine:
 
     # is it what it says?
 
-    def _check_cut(self, arm: Arm, n_prompt: int) -> DGEStats | None:
-        """Return what the cut did, None where one will only follow when the answer has outgrown the budget."""
+    def _check_eviction(self, arm: Arm, n_prompt: int) -> DGEStats | None:
+        """Return what the eviction did, None where it only follows when the answer has outgrown the budget."""
         stats = _native.seq_stats(self._cache.ctx, SEQ)
         config = arm.config
         assert config is not None
         below = not_longer(n_prompt, config)
-        if stats.state == "armed" and config.refresh and below:
+        if stats.state == "armed" and config.recall and below:
             most = config.budget if isinstance(config.budget, int) else n_prompt
             if stats.rows > most + config.draft_tokens + _between(config):
-                raise EvalError(f"{arm.name}: the answer has outgrown the budget, and nothing was cut")
+                raise EvalError(f"{arm.name}: the answer has outgrown the budget, and nothing was evicted")
             return None
-        if stats.state != "cut":
-            raise EvalError(f"{arm.name}: the prompt of {n_prompt} tokens was not cut: {stats.error or stats.state}")
+        if stats.state != "evicted":
+            why = stats.error or f'its state is "{stats.state}"'
+            raise EvalError(f"{arm.name}: nothing of the prompt of {n_prompt} tokens was evicted: {why}")
         heads = [
             _native.n_kept(self._cache.ctx, SEQ, layer, head)
             for layer in _native.layers(self._cache.ctx)
@@ -345,18 +346,20 @@ class Engine:
         exact = config.layer_budgets == "exact" or config.policy != "pyramidkv"
         least, most = (0, n_prompt + stats.n_draft) if not exact else (budget, budget + stats.n_draft)
         even = config.policy != "pyramidkv" and config.head_budgets == "uniform"
-        rows = heads if even else [round(float(np.mean(heads)))]
-        if not all(least <= n <= most for n in rows):
-            raise EvalError(f"{arm.name}: {min(heads)} .. {max(heads)} rows are kept, which is not the budget {budget}")
+        counts = heads if even else [round(float(np.mean(heads)))]
+        if not all(least <= n <= most for n in counts):
+            raise EvalError(
+                f"{arm.name}: {min(heads)} .. {max(heads)} entries are kept, which is not the budget {budget}"
+            )
         return stats
 
-    def _check_end(self, arm: Arm, cut: DGEStats, end: DGEStats) -> None:
+    def _check_end(self, arm: Arm, evicted: DGEStats, end: DGEStats) -> None:
         config = arm.config
         assert config is not None
-        if not config.refresh:
+        if not config.recall:
             return
-        if end.rows > cut.budget + cut.n_draft + _between(config):
-            raise EvalError(f"{arm.name}: {end.rows} rows are attended at the end, too many for the budget")
+        if end.rows > evicted.budget + evicted.n_draft + _between(config):
+            raise EvalError(f"{arm.name}: {end.rows} entries are attended at the end, too many for the budget")
 
     # texts
 

@@ -139,8 +139,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     ValueError
         A line is not an object, has no answers, or is not UTF-8.
     """
+    data = path.read_bytes()
+    if not data.strip():
+        raise ValueError(f"{path.name} is empty: a JSON object a line is expected")
     # not splitlines(): a text may have U+2028 in it
-    for i, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for i, line in enumerate(data.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
@@ -210,8 +213,6 @@ def longbench_prompts(
                     },
                 )
             )
-    if not prompts:
-        raise ValueError(f"there are no prompts in the files of {folder}")
     return prompts
 
 

@@ -20,7 +20,7 @@ from .. import __version__
 from .engine import ArmResult
 from .prompts import Prompt
 
-_VERSION = 1
+_VERSION = 2
 Row = dict[str, Any]
 Key = tuple[str, str, str, str, str]
 
@@ -58,6 +58,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             row = json.loads(line)
         except ValueError as error:
             raise ResultsError(f"{path}, line {i}: {error}") from None
+        if isinstance(row, dict) and row.get("version") == 1:
+            raise ResultsError(f"{path}, line {i}: of version 1, whose arms have other names: run its command again")
         if not isinstance(row, dict) or row.get("version") != _VERSION:
             raise ResultsError(f"{path}, line {i}: not a result of version {_VERSION}")
         yield row
@@ -200,12 +202,12 @@ def row_of(prompt: Prompt, result: ArmResult, *, score: float | None, score_draf
     score
         Of the answer.
     score_draft
-        Of the tokens that were decoded before the cut, which say nothing about it.
+        Of the tokens that were decoded before the eviction, which say nothing about it.
     about
         Model, versions and what else is the same in all rows.
     """
     stats = result.stats
-    after = range(result.n_before_cut, len(result.kl))
+    after = range(result.n_before_eviction, len(result.kl))
     config = result.arm.config
     row: Row = {
         "version": _VERSION,
@@ -224,8 +226,8 @@ def row_of(prompt: Prompt, result: ArmResult, *, score: float | None, score_draf
         "expected": list(prompt.expected),
         "score": score,
         "score_draft": score_draft,
-        "cut": result.cut,
-        "n_before_cut": result.n_before_cut,
+        "evicted": result.evicted,
+        "n_before_eviction": result.n_before_eviction,
         "kl": [float(f"{value:.6g}") for value in result.kl],
         "same_top": [int(value) for value in result.same],
         "kl_mean": float(np.mean([result.kl[t] for t in after])) if after else None,
@@ -243,11 +245,11 @@ def row_of(prompt: Prompt, result: ArmResult, *, score: float | None, score_draf
             name: getattr(stats, name)
             for name in (
                 "n_draft", "rows_before", "rows_after", "bytes_before", "bytes_after", "bytes_kept", "bytes_parked",
-                "n_refresh", "n_checks", "rows_moved",
+                "n_recalls", "n_checks", "rows_moved",
             )
         }  # fmt: skip
-        row["seconds"]["cut"] = round(stats.seconds, 5)
-        row["seconds"]["refresh"] = round(stats.seconds_refresh, 5)
+        row["seconds"]["eviction"] = round(stats.seconds, 5)
+        row["seconds"]["recall"] = round(stats.seconds_recall, 5)
     return {**row, **about}
 
 

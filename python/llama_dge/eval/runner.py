@@ -78,7 +78,7 @@ def run_prompts(
             value = draft = None
             if score is not None:
                 value = score(result.text, prompt)
-                before = result.tokens[: result.n_before_cut] if result.cut else result.tokens
+                before = result.tokens[: result.n_before_eviction] if result.evicted else result.tokens
                 draft = score(engine.answer_text(before), prompt)
             results.add(row_of(prompt, result, score=value, score_draft=draft, about=of))
             n_added += 1

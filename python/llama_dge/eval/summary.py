@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .arms import FULL
+from .arms import FULL, without_budget
 from .metrics import paired_bootstrap, wilson
 from .results import Row, key_of, told_apart, unique
 
@@ -27,38 +27,34 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _bare(row: Row) -> str:
-    """Return an arm's name without its budget."""
-    return str(row["arm"]).rpartition(",budget=")[0] or str(row["arm"])
-
-
 def distances(rows: Iterable[Row]) -> tuple[list[float], list[int]]:
-    """Return divergences and equal choices of all positions that come from what a cut left."""
+    """Return divergences and equal top tokens of all positions after an eviction."""
     kl: list[float] = []
     same: list[int] = []
     for row in rows:
-        if row["cut"]:
-            kl += row["kl"][row["n_before_cut"] :]
-            same += row["same_top"][row["n_before_cut"] :]
+        if row["evicted"]:
+            kl += row["kl"][row["n_before_eviction"] :]
+            same += row["same_top"][row["n_before_eviction"] :]
     return kl, same
 
 
 def _kl_cells(rows: list[Row]) -> list[str]:
     kl, same = distances(rows)
+    n_evicted = f"{sum(row['evicted'] for row in rows)}"
     if not kl:
-        return ["", "", "", "", f"{sum(row['cut'] for row in rows)}"]
-    # from the second token on: what precedes a cut counts as equal, so that arms with unlike drafts compare
+        return ["", "", "", "", n_evicted]
+    # from the second token on: what precedes an eviction counts as equal, so that arms with unlike k compare
     along = [value for row in rows for value in row["kl"][1:]]
     return [
         f"{np.mean(kl):.3f}",
         f"{np.quantile(kl, 0.99):.2f}",
         f"{np.mean(along):.3f}",
         f"{100 * np.mean(same):.1f}",
-        f"{sum(row['cut'] for row in rows)}",
+        n_evicted,
     ]
 
 
-_KL_HEADER = ["KL", "p99", "KL, all", "same top %", "cut"]
+_KL_HEADER = ["KL", "p99", "KL, all", "same top %", "evicted"]
 
 
 def known_to_full(rows: Sequence[Row]) -> list[Row]:
@@ -85,7 +81,7 @@ def n_hits(rows: Iterable[Row], score: str = "score") -> int:
 
 
 def _n_late(rows: Iterable[Row]) -> int:
-    """Return how many hits were not complete before the cut."""
+    """Return how many hits were not complete before the eviction."""
     # digits that follow the draft can spoil a number at its end: that hit is lost, and is not one less of another row
     return sum(max(0, n_hits([row]) - n_hits([row], "score_draft")) for row in rows)
 
@@ -93,14 +89,14 @@ def _n_late(rows: Iterable[Row]) -> int:
 def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
     """Return hits and divergences by length, budget, set and arm.
 
-    Rows of different prompts are pooled; a cell tells how many there are. "after the cut" counts hits whose answer was
-    not complete before it.
+    Rows of different prompts are pooled; a cell tells how many there are. "after it" counts hits whose answer was not
+    complete before the eviction.
     """
     groups = _group(
         rows,
         lambda row: (
             row["model"], row.get("length", 0), row["set"] if by_set else "all",
-            row["budget"] or 0, _order(row), _bare(row),
+            row["budget"] or 0, _order(row), without_budget(row["arm"]),
         ),
     )  # fmt: skip
     lines = []
@@ -113,7 +109,7 @@ def needle_table(rows: Sequence[Row], by_set: bool = True) -> str:
             + ([f"{_n_late(cell)}"] if arm != FULL else [""])
             + _kl_cells(cell)
         )
-    header = ["model", "tokens", "set", "rows", "arm", "hits", "95 %", "after the cut", *_KL_HEADER]
+    header = ["model", "tokens", "set", "entries", "arm", "hits", "95 %", "after it", *_KL_HEADER]
     return table(header, lines)
 
 
@@ -124,19 +120,21 @@ def grid_table(rows: Sequence[Row], by_set: bool = True) -> str:
     for (model, length, name), cell in sorted(groups.items()):
         full = [row for row in cell if row["arm"] == FULL]
         budgets = sorted({row["budget"] for row in cell if row["arm"] != FULL})
-        places = _group((row for row in cell if row["arm"] != FULL), lambda row: (_bare(row), row["budget"]))
+        places = _group(
+            (row for row in cell if row["arm"] != FULL), lambda row: (without_budget(row["arm"]), row["budget"])
+        )
         lines = [["full cache", *[_hits_cell(full)] * len(budgets)]] if full else []
         for arm in sorted({arm for arm, _ in places}):
             lines.append([f"`{arm}`", *(_hits_cell(places.get((arm, budget), [])) for budget in budgets)])
         if not budgets:  # nothing but the full cache
             lines = [["full cache", _hits_cell(full)]]
-        table_ = table(["arm", *(map(_rows, budgets) if budgets else ["all rows"])], lines)
-        parts.append(f"{model}, {length} tokens, {name}: hits, KL after the cut: mean, p99\n\n{table_}")
+        table_ = table(["arm", *(map(_entries, budgets) if budgets else ["all entries"])], lines)
+        parts.append(f"{model}, {length} tokens, {name}: hits, KL after the eviction: mean, p99\n\n{table_}")
     return "\n\n".join(parts)
 
 
-def _rows(budget: int | float) -> str:
-    return f"{100 * budget:g} % of the rows" if isinstance(budget, float) else f"{budget} rows"
+def _entries(budget: int | float) -> str:
+    return f"{100 * budget:g} % of the entries" if isinstance(budget, float) else f"{budget} entries"
 
 
 def _hits_cell(rows: list[Row]) -> str:
@@ -260,7 +258,7 @@ def summary(
                 parts.append(f"## {task}, {model}\n\n{kl_table(part)}")
     parts.append(
         "KL: divergence of the next token's distribution from the full cache's along its answer, in nats: mean and p99 "
-        'of the positions after the cut; "all" is the mean of all positions but the first. "cut": prompts whose cache '
-        'was cut. "after the cut": hits whose answer was not complete before it.'
+        'of the positions after the eviction; "all" is the mean of all positions but the first. "evicted": prompts '
+        'with an eviction. "after it": hits whose answer was not complete before.'
     )
     return "\n\n".join(parts) + "\n"
