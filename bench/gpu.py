@@ -1,8 +1,8 @@
-"""``python -m bench.gpu --out FILE``: a cut on a GPU, with an 8B-shaped random model; part of scripts/gpu_check.sh.
+"""``python -m bench.gpu --out FILE``: eviction on a GPU, with an 8B-shaped random model; part of scripts/gpu_check.sh.
 
 For each number of tokens, type of cache and kind of attention: seconds of prefill, score, selection and compaction,
-tokens per second of decoding on the full cache and after the cut, memory of the device at each of these times. With
---dry-run, a tiny model on the CPU: nothing of it is a result, it shows that the measurement runs.
+tokens per second of decoding on the full cache and after the eviction, memory of the device at each of these times.
+With --dry-run, a tiny model on the CPU: nothing of it is a result, it shows that the measurement runs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def measure(path: Path, n_tokens: int, cache: str, flash_attn: bool, args: argpa
     figures: dict[str, Any] = {"tokens": n_tokens, "cache": cache, "flash_attn": flash_attn, "budget": args.budget}
     never = LogitsProcessorList([lambda _, scores: _without_end(scores)])
 
-    # decoding on the full cache, by an instance that is told not to cut
+    # decoding on the full cache, with eviction off
     llm.set_dge(None)
     start = time.perf_counter()
     answer = llm.generate(prompt, temp=0.0, logits_processor=never)
@@ -97,12 +97,12 @@ def measure(path: Path, n_tokens: int, cache: str, flash_attn: bool, args: argpa
 
     llm.set_dge({"budget": args.budget, "draft_tokens": 2})
     answer = llm.generate(prompt, temp=0.0, logits_processor=never)
-    list(islice(answer, 3))  # the draft, and the token in front of which the cut is made
+    list(islice(answer, 3))  # the draft, and the token before which entries are evicted
     stats = llm.dge_stats
     assert stats is not None
-    if stats.state != "cut" or stats.rows_after >= stats.rows_before:
-        raise SystemExit(f"bench.gpu: no cut was made: {stats.error or stats.state}")
-    figures["cut"] = {
+    if stats.state != "evicted" or stats.rows_after >= stats.rows_before:
+        raise SystemExit(f"bench.gpu: nothing was evicted: {stats.error or stats.state}")
+    figures["eviction"] = {
         "rows_before": stats.rows_before,
         "rows_after": stats.rows_after,
         "score_s": stats.seconds_score,
@@ -110,8 +110,8 @@ def measure(path: Path, n_tokens: int, cache: str, flash_attn: bool, args: argpa
         "compact_s": stats.seconds_compact,
         "park_s": stats.seconds_park,
     }
-    figures["decode_cut_per_s"] = speed(answer, N_DECODE)
-    figures["device_bytes_cut"], figures["after"] = device_memory(), asdict(llm.dge_memory)
+    figures["decode_evicted_per_s"] = speed(answer, N_DECODE)
+    figures["device_bytes_evicted"], figures["after"] = device_memory(), asdict(llm.dge_memory)
     answer.close()
     llm.close()
     return figures
@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="JSON file that is written")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model, a short prompt, on the CPU")
     parser.add_argument("--tokens", type=int, nargs="+", default=None, help="default 4096 8192 32768")
-    parser.add_argument("--budget", type=int, default=None, help="rows that stay per layer and KV head; default 1024")
+    parser.add_argument("--budget", type=int, default=None, help="entries kept per layer and KV head; default 1024")
     args = parser.parse_args(argv)
     args.budget = args.budget or (64 if args.dry_run else 1024)
     args.tokens = args.tokens or ([256] if args.dry_run else [4096, 8192, 32768])

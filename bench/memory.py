@@ -1,6 +1,6 @@
-"""``python -m bench.memory MODEL``: what a cut gives back, bytes of the cache and resident memory of the process.
+"""``python -m bench.memory MODEL``: what an eviction frees, bytes of the cache and resident memory of the process.
 
-A long prompt, a cut, a second question; one process for each place where rows are parked. Resident memory is VmRSS of
+A long prompt, an eviction, a second question; one process for each place of the host copy. Resident memory is VmRSS of
 /proc/self/status, so this runs on Linux.
 """
 
@@ -66,9 +66,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     answer += islice(generator, 2)
     figures["after"] = snapshot(llm)
     stats = llm.dge_stats
-    if stats is None or stats.state != "cut":
-        raise BenchError(f"nothing was cut: {stats}")
-    figures["cut"] = {k: v for k, v in asdict(stats).items() if k != "rows_by_head"}
+    if stats is None or stats.state != "evicted":
+        raise BenchError(f"nothing was evicted: {stats}")
+    figures["eviction"] = {k: v for k, v in asdict(stats).items() if k != "rows_by_head"}
     if args.arm != "off":
         again = [*tokens, *answer, *tokens[:8]]
         generator = llm.generate(again, temp=0.0)
@@ -98,10 +98,10 @@ def show(arms: Sequence[dict[str, Any]]) -> None:
     print("| --- |" + " --- |" * len(arms))
     for name, at, key in (
         ("K and V at full size", "after", "kv_max"),
-        ("K and V before the cut", "before", "kv"),
+        ("K and V before the eviction", "before", "kv"),
         ("K and V after it", "after", "kv"),
-        ("parked", "after", "parked"),
-        ("resident before the cut", "before", "rss"),
+        ("host copy", "after", "parked"),
+        ("resident before the eviction", "before", "rss"),
         ("resident after it", "after", "rss"),
     ):
         print(f"| {name} | " + " | ".join(f"{arm[at][key] / MIB:,.1f}" for arm in arms) + " |")
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m bench.memory", description=__doc__)
     p.add_argument("model", nargs="?", default="smollm2-135m", help="GGUF file, or a name of `llama-dge models list`")
     p.add_argument("--context", type=int, default=8192, metavar="N", help="tokens of the prompt (8192)")
-    p.add_argument("--budget", type=int, default=512, metavar="N", help="rows per layer and KV head (512)")
+    p.add_argument("--budget", type=int, default=512, metavar="N", help="entries kept per layer and KV head (512)")
     p.add_argument("--draft-tokens", type=int, default=2, metavar="N")
     p.add_argument("--threads", type=int, default=1, metavar="N")
     p.add_argument("--flash-attn", action="store_true")

@@ -1,7 +1,7 @@
 """``python -m bench.peers MODEL``: this package beside NVIDIA/kvpress on the same weights, in f32.
 
-Which rows SnapKV keeps, by both on the same tokens; then speed and memory, each library beside its own full cache. The
-weights are dequantised first, since llama.cpp rounds activations where weights are quantised, and torch does not.
+Which entries SnapKV keeps, by both on the same tokens; then speed and memory, each library beside its own full cache.
+The weights are dequantised first, since llama.cpp rounds activations where weights are quantised, and torch does not.
 """
 
 # ruff: noqa: T201
@@ -35,7 +35,7 @@ PAGES = ("README.md", "docs/architecture.md", "docs/testing.md")
 
 
 def dge(window: int, kernel: int, budget: int, pooling: str = "avg") -> dict[str, Any]:
-    """Return the settings that mean SnapKV as kvpress has it: one cut at the end of the prompt, by the window alone."""
+    """Return the settings that mean SnapKV as kvpress has it: one eviction after the prompt, by the window alone."""
     return {
         "policy": "snapkv",
         "scores": "policy",
@@ -60,7 +60,7 @@ def prompts(path: Path, n: int) -> dict[str, list[int]]:
 
 
 def kept_by(worker: Worker, prompt: list[int]) -> tuple[list[list[list[int]]], list[float]]:
-    """Return the rows that an arm keeps of a prompt, and the logits at its end."""
+    """Return the entries that an arm keeps of a prompt, and the logits at its end."""
     worker("reset", prompt=prompt)
     worker("evaluate", start=0, stop=len(prompt))
     logits = worker("logits")
@@ -122,12 +122,12 @@ def speed(args: argparse.Namespace, models: dict[str, Path]) -> list[dict[str, A
             peer = name.startswith("kvpress")
             workers[name] = Worker(name, args.python if peer else sys.executable, SCRIPT if peer else None)
             stack.callback(workers[name].close)
-            cut = name.endswith("snapkv")
+            evicts = name.endswith("snapkv")
             if peer:
-                press = {"window": window, "kernel": kernel, "budget": budget} if cut else {}
+                press = {"window": window, "kernel": kernel, "budget": budget} if evicts else {}
                 about = workers[name]("load", **theirs, **press)
             else:
-                about = workers[name]("load", dge=dge(window, kernel, budget) if cut else None, **ours)
+                about = workers[name]("load", dge=dge(window, kernel, budget) if evicts else None, **ours)
             n_vocab = about["n_vocab"]
         for i in range(args.rounds):
             start = time.monotonic()
@@ -146,15 +146,15 @@ def one_round(workers: dict[str, Worker], prompt: list[int], blocks: int, index:
             worker("reset", prompt=prompt)
             found[name]["prefill"] = worker("evaluate", start=0, stop=len(prompt))
             worker("first")
-            # the first step of ours makes the cut, kvpress made it in the prefill
+            # the first step of ours evicts, kvpress did so in the prefill
             found[name]["step"] = worker("step", n=1)[0]
             worker("step", n=2)
             found[name]["memory"] = worker("memory")
             if name == "llama-dge snapkv":
                 stats = worker("stats")
-                if stats is None or stats["state"] != "cut":
-                    raise BenchError(f"nothing was cut: {stats}")
-                found[name]["cut"] = stats
+                if stats is None or stats["state"] != "evicted":
+                    raise BenchError(f"nothing was evicted: {stats}")
+                found[name]["eviction"] = stats
     for order in turns(list(workers), blocks, index):
         for name in order:
             steps = workers[name]("step", n=8)
@@ -174,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("model", nargs="?", default="smollm2-135m", help="GGUF file, or a name of `llama-dge models list`")
     p.add_argument("--tokens", type=int, default=1024, metavar="N", help="of a text, for kept sets (1024)")
     p.add_argument("--context", type=int, default=2048, metavar="N", help="tokens of the prompt, for speed (2048)")
-    p.add_argument("--budget", type=int, default=512, metavar="N", help="rows per layer and KV head, for speed (512)")
+    p.add_argument(
+        "--budget", type=int, default=512, metavar="N", help="entries kept per layer and KV head, for speed (512)"
+    )
     p.add_argument("--rounds", type=int, default=3, metavar="N", help="for speed; 0 leaves it out (3)")
     p.add_argument("--blocks", type=int, default=8, metavar="N", help="of 8 tokens that are decoded in turns (8)")
     p.add_argument("--threads", type=int, default=1, metavar="N")
@@ -185,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     largest = max(budget for _, _, budget in SETTINGS)
     if args.tokens <= largest or args.context <= args.budget:
-        p.error(f"--tokens must be more than {largest}, --context more than --budget: else nothing would be cut")
+        p.error(f"--tokens must be more than {largest}, --context more than --budget: else nothing would be evicted")
     if not Path(args.python).exists():
         p.error(f"{args.python} is not there: make bench-peers makes it, or --python names another")
 

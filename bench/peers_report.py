@@ -1,4 +1,4 @@
-"""How far two libraries agree on kept rows, and ratios of what peers.py timed. Nothing here measures anything."""
+"""How far two libraries agree on kept sets, and ratios of what peers.py timed. Nothing here measures anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kept = Sequence[Sequence[Sequence[int]]]
 
 
 def overlaps(ours: Kept, theirs: Kept, n_past: int | None = None) -> list[list[float]]:
-    """Return which share of the rows that one library keeps the other keeps as well, per layer and KV head.
+    """Return which share of the entries that one library keeps the other keeps as well, per layer and KV head.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def overlaps(ours: Kept, theirs: Kept, n_past: int | None = None) -> list[list[f
     Raises
     ------
     ValueError
-        Layers, heads, or the numbers of rows differ, so that a share would not mean the same from both sides.
+        Layers, heads, or the numbers of entries differ, so that a share would not mean the same from both sides.
     """
     if [len(layer) for layer in ours] != [len(layer) for layer in theirs]:
         raise ValueError(f"layers of {[len(layer) for layer in ours]} and {[len(layer) for layer in theirs]} heads")
@@ -49,7 +49,7 @@ def overlaps(ours: Kept, theirs: Kept, n_past: int | None = None) -> list[list[f
         for j, (a, b) in enumerate(zip(layer_a, layer_b)):
             mine, other = ({row for row in rows if n_past is None or row < n_past} for rows in (a, b))
             if len(mine) != len(other) or not mine or len(set(a)) != len(a):
-                raise ValueError(f"layer {i}, head {j}: {len(mine)} and {len(other)} rows cannot be compared")
+                raise ValueError(f"layer {i}, head {j}: {len(mine)} and {len(other)} entries cannot be compared")
             shares[-1].append(len(mine & other) / len(other))
     return shares
 
@@ -86,7 +86,7 @@ def figures(rounds: Sequence[Mapping[str, Any]], name: str, full: str | None, co
     fulls = [round_["arms"][full] for round_ in rounds]
     pairs = [(a, b) for arm, other in zip(arms, fulls) for a, b in zip(arm["decode"], other["decode"])]
     for clock, suffix in ((WALL, ""), (CPU, ", CPU time")):
-        # of ours, the cut comes in the first step; of kvpress, it is part of the prefill
+        # of ours, the eviction comes in the first step; of kvpress, it is part of the prefill
         seconds = [
             arm["prefill"][clock] + arm["step"][clock] - median(block[clock] for block in arm["decode"]) / 8
             for arm in arms
@@ -135,5 +135,5 @@ def table(result: Mapping[str, Any]) -> str:
         sizes = [f"{arm[key] / MIB:,.1f}" for key in ("kv", "rss")]
         cells = (title, f"{arm['prefill']:,.1f}", f"{arm['decode']:,.1f}", *ratios, *sizes)
         out.append(f"| {' | '.join(cells)} |")
-    out.append("\nIn brackets: by CPU time. The cut counts as part of the prefill.")
+    out.append("\nIn brackets: by CPU time. The eviction counts as part of the prefill.")
     return "\n".join(out)

@@ -1,7 +1,7 @@
 """``python -m bench.policies``: what policies and uneven budgets cost, as ratios of turns taken in one process.
 
-Prefill with H2O's sums against eviction off, and decoding after a cut with uneven budgets against SnapKV's even one
-with the same total of rows. CPU time of the process on one thread, so that a busy machine disturbs little.
+Prefill with H2O's sums against eviction off, and decoding after an eviction with uneven budgets against SnapKV's even
+one with the same total of entries. CPU time of the process on one thread, so that a busy machine disturbs little.
 """
 
 # ruff: noqa: T201
@@ -66,7 +66,7 @@ def prefill(path: str, tokens: list[int], settings: dict[str, Any]) -> dict[str,
 
 
 def decode(path: str, tokens: list[int], budget: int, turns: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Speed of decoding after an uneven cut relative to SnapKV's with the same total of rows."""
+    """Speed of decoding with uneven budgets relative to SnapKV's with the same total of entries."""
     figures: dict[str, Any] = {}
     even: dict[str, Any] = {"budget": budget, "scores": "policy"}
     for name, more in UNEVEN.items():
@@ -78,8 +78,8 @@ def decode(path: str, tokens: list[int], budget: int, turns: int, settings: dict
                 next(answer)
             answers.append((llm, answer))
         stats = [llm.dge_stats for llm, _ in answers]
-        if any(s is None or s.state != "cut" for s in stats) or stats[0].bytes_kept != stats[1].bytes_kept:  # type: ignore[union-attr]
-            raise RuntimeError(f"{name}: not cut to the same total of rows: {stats}")
+        if any(s is None or s.state != "evicted" for s in stats) or stats[0].bytes_kept != stats[1].bytes_kept:  # type: ignore[union-attr]
+            raise RuntimeError(f"{name}: not evicted to the same total of entries: {stats}")
 
         def block(answer: Any) -> Any:
             return lambda: [next(answer) for _ in range(BLOCK)]
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--quick", action="store_true", help="1,024 tokens: does it run?")
     p.add_argument("--model", default="smollm2-135m", help="GGUF file, or a name of `llama-dge models list`")
     p.add_argument("--context", type=int, metavar="N", help="tokens of the prompt (4096)")
-    p.add_argument("--budget", type=int, default=512, metavar="N", help="rows per layer and KV head (512)")
+    p.add_argument("--budget", type=int, default=512, metavar="N", help="entries kept per layer and KV head (512)")
     p.add_argument("--no-flash-attn", action="store_true")
     p.add_argument("--json", type=Path, metavar="FILE", help="results (build/bench-policies.json)")
     args = p.parse_args(argv)
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures.update(part())
         say(f"{name}: {time.monotonic() - start:.0f} s")
     print(
-        f"{Path(path).name}, {context} tokens, {args.budget} rows, flash attention {settings['flash_attn']}, 1 thread"
+        f"{Path(path).name}, {context} tokens, budget {args.budget}, flash attention {settings['flash_attn']}, 1 thread"
     )
     for name, figure in figures.items():
         print(f"{name:45} {figure:6.2f}")

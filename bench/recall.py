@@ -1,4 +1,4 @@
-"""``python -m bench.recall MODEL``: what choosing again costs, and how decoding compares with the full cache.
+"""``python -m bench.recall MODEL``: what recall costs, and how decoding compares with the full cache.
 
 One prefill; its state is the start of every turn. The arms take turns, so that each is compared with the full cache of
 the same round; medians of the rounds count.
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from llama_cpp import LlamaState
 
 # arm: what is wanted of decode, full cache / arm in seconds per token
-WANTED = {"refresh 4": 2.0, "refresh 16": 3.0}
-STEP_WANTED = 1.5  # a choice / a decode step of the full cache, at most
+WANTED = {"recall 4": 2.0, "recall 16": 3.0}
+STEP_WANTED = 1.5  # a selection / a decode step of the full cache, at most
 
 
 def arms(budget: int) -> dict[str, dict[str, Any] | None]:
     """Return the settings of each arm; the first is the full cache."""
-    # the cut has to be behind the tokens that `turn` does not time
-    some: dict[str, dict[str, Any] | None] = {"full": None, "one cut": {"budget": budget, "draft_tokens": 2}}
-    for refresh in (16, 8, 4, 1):
-        some[f"refresh {refresh}"] = {"budget": budget, "draft_tokens": 2, "refresh": refresh}
-    some["refresh 4, overlap"] = {"budget": budget, "draft_tokens": 2, "refresh": 4, "refresh_overlap": True}
-    some["refresh auto"] = {"budget": budget, "draft_tokens": 2, "refresh": "auto"}
+    # the eviction has to be behind the tokens that `turn` does not time
+    some: dict[str, dict[str, Any] | None] = {"full": None, "one eviction": {"budget": budget, "draft_tokens": 2}}
+    for recall in (16, 8, 4, 1):
+        some[f"recall {recall}"] = {"budget": budget, "draft_tokens": 2, "recall": recall}
+    some["recall 4, async"] = {"budget": budget, "draft_tokens": 2, "recall": 4, "recall_async": True}
+    some["recall auto"] = {"budget": budget, "draft_tokens": 2, "recall": "auto"}
     return some
 
 
 def turn(llm: Llama, state: LlamaState, dge: dict[str, Any] | None, prompt: list[int], n: int) -> dict[str, float]:
-    """Decode n tokens from the state of the prompt; returns seconds per token and what the choices took."""
+    """Decode n tokens from the state of the prompt; returns seconds per token and what the selections took."""
     llm.set_dge(dge)
     llm.load_state(state)
     stream = llm.generate(prompt, temp=0.0)
-    list(islice(stream, 4))  # the cut is behind these
+    list(islice(stream, 4))  # the eviction is behind these
     before = llm.dge_stats
     start = time.perf_counter()
     list(islice(stream, n))
@@ -55,14 +55,14 @@ def turn(llm: Llama, state: LlamaState, dge: dict[str, Any] | None, prompt: list
     stats = llm.dge_stats
     result = {"token": seconds / n, "rows": float(llm.n_tokens)}
     if stats is not None and before is not None:
-        if stats.state != "cut":
-            raise BenchError(f"nothing was cut: {stats}")
-        n_choices = stats.n_refresh - before.n_refresh
+        if stats.state != "evicted":
+            raise BenchError(f"nothing was evicted: {stats}")
+        n_recalls = stats.n_recalls - before.n_recalls
         result["rows"] = float(stats.rows)
-        result["choices"] = float(n_choices)
-        if n_choices:
-            result["choice"] = (stats.seconds_refresh - before.seconds_refresh) / n_choices
-            result["moved"] = (stats.rows_moved - before.rows_moved) / n_choices
+        result["recalls"] = float(n_recalls)
+        if n_recalls:
+            result["recall"] = (stats.seconds_recall - before.seconds_recall) / n_recalls
+            result["moved"] = (stats.rows_moved - before.rows_moved) / n_recalls
     return result
 
 
@@ -73,27 +73,28 @@ def summary(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, fl
         some = [each[name] for each in rounds]
         table[name] = {key: statistics.median(one[key] for one in some) for key in some[0]}
         table[name]["speed"] = statistics.median(each["full"]["token"] / each[name]["token"] for each in rounds)
-        if "choice" in some[0]:
-            table[name]["choice / full step"] = statistics.median(
-                each[name]["choice"] / each["full"]["token"] for each in rounds
+        if "recall" in some[0]:
+            table[name]["recall / full step"] = statistics.median(
+                each[name]["recall"] / each["full"]["token"] for each in rounds
             )
     return table
 
 
 def show(table: dict[str, dict[str, float]]) -> None:
     """Print the table and what is missed."""
-    print("| arm | decode / full cache | wanted | ms per token | rows | a choice / a full step | rows moved |")
+    print("| arm | decode / full cache | wanted | ms per token | entries | a selection / a full step | entries moved |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, row in table.items():
         wanted = f"{WANTED[name]:g} or more" if name in WANTED else ""
-        choice = f"{row['choice / full step']:.2f}" if "choice / full step" in row else ""
+        recall = f"{row['recall / full step']:.2f}" if "recall / full step" in row else ""
         moved = f"{row['moved']:,.0f}" if "moved" in row else ""
-        cells = (name, f"{row['speed']:.2f}", wanted, f"{row['token'] * 1e3:.1f}", f"{row['rows']:,.0f}", choice, moved)
+        cells = (name, f"{row['speed']:.2f}", wanted, f"{row['token'] * 1e3:.1f}", f"{row['rows']:,.0f}", recall, moved)
         print(f"| {' | '.join(cells)} |")
     missed = [name for name, least in WANTED.items() if table[name]["speed"] < least]
-    missed += [f"a choice, {name}" for name, row in table.items() if row.get("choice / full step", 0) > STEP_WANTED]
+    missed += [f"a selection, {name}" for name, row in table.items() if row.get("recall / full step", 0) > STEP_WANTED]
     print(
-        f"\nwanted: see above, and a choice within {STEP_WANTED} full steps: {'MISSED: ' if missed else 'met'}", end=""
+        f"\nwanted: see above, and a selection within {STEP_WANTED} full steps: {'MISSED: ' if missed else 'met'}",
+        end="",
     )
     print(", ".join(missed))
 
@@ -103,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m bench.recall", description=__doc__)
     p.add_argument("model", nargs="?", default="smollm2-135m", help="GGUF file, or a name of `llama-dge models list`")
     p.add_argument("--context", type=int, default=7900, metavar="N", help="tokens of the prompt (7900)")
-    p.add_argument("--budget", type=int, default=256, metavar="N", help="rows per layer and KV head (256)")
+    p.add_argument("--budget", type=int, default=256, metavar="N", help="entries kept per layer and KV head (256)")
     p.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens that are timed in a turn (32)")
     p.add_argument("--rounds", type=int, default=3, metavar="N")
     p.add_argument("--threads", type=int, default=1, metavar="N")

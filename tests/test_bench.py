@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from conftest import Zoo
 
 PLAN = {"chunk": 100, "blocks": 2, "block": 4}
-ARM = "snapkv:k=2,budget=512"
+ARM = "paper:budget=512"
 NAMES = ("stock", "full", ARM)
 
 
@@ -34,18 +34,18 @@ def both(*seconds: float) -> list[list[float]]:
 
 
 def made_up_round(**changes: Any) -> dict[str, Any]:
-    """The full cache is half as fast as stock in the prefill and twice as fast in decoding; the cut took 3 seconds."""
+    """The full cache is half as fast as stock in the prefill and twice as fast in decoding; evicting took 3 seconds."""
     memory = {"rss": 40 * 2**20, "peak_rss": 50 * 2**20}
     ours = {**memory, "kv": 8 * 2**20, "parked": 0}
-    cut = {**ours, "kv": 2 * 2**20, "rss": 33 * 2**20}
+    evicted = {**ours, "kv": 2 * 2**20, "rss": 33 * 2**20}
     round_ = {
         "context": 8192,
         "prefill": {"stock": both(0.5, 1), "full": both(1, 2), ARM: both(1, 4)},
         "before": {"stock": both(8, 8), "full": both(4, 4), ARM: both(4, 5)},
         "draft": {"stock": [], "full": [], ARM: both(1.25)},
-        # a step after the cut is 2/4 = 0.5 s
-        "cut_steps": {"stock": both(2, 2, 2), "full": both(1, 1, 1), ARM: both(3, 1, 0.5)},
-        "cut": {
+        # a step after the eviction is 2/4 = 0.5 s
+        "eviction_steps": {"stock": both(2, 2, 2), "full": both(1, 1, 1), ARM: both(3, 1, 0.5)},
+        "eviction": {
             ARM: {
                 "budget": 512,
                 "seconds": 2.5,
@@ -59,12 +59,12 @@ def made_up_round(**changes: Any) -> dict[str, Any]:
             }
         },
         "decode": {"stock": both(8, 8), "full": both(4, 4), ARM: both(2, 2)},
-        "end": {ARM: {"rows": 523, "n_refresh": 0}},
+        "end": {ARM: {"rows": 523, "n_recalls": 0}},
         "fresh": {"512": {"full": both(2, 2), ARM: both(2, 2.5)}},
         "memory": {
             "stock": dict.fromkeys(("loaded", "before", "after"), memory),
             "full": dict.fromkeys(("loaded", "before", "after"), ours),
-            ARM: {"loaded": ours, "before": ours, "after": cut},
+            ARM: {"loaded": ours, "before": ours, "after": evicted},
         },
     }
     return copy.deepcopy({**round_, **changes})
@@ -78,7 +78,7 @@ def made_up_result(*rounds: dict[str, Any], **dge: Any) -> dict[str, Any]:
 
 def without_stock() -> dict[str, Any]:
     round_ = made_up_round()
-    for phase in ("prefill", "before", "draft", "cut_steps", "decode", "memory"):
+    for phase in ("prefill", "before", "draft", "eviction_steps", "decode", "memory"):
         del round_[phase]["stock"]
     result = made_up_result(round_)
     del result["arms"]["stock"]
@@ -92,11 +92,11 @@ def test_ratios() -> None:
         "before": pytest.approx(0.9),  # pairs 1 and 0.8
         "after": 2.0,
         "fresh": pytest.approx(0.9),  # pairs 1 and 0.8
-        "cut": pytest.approx(2.5 / 5),
-        "cut_outside": pytest.approx((4.5 - 3 * 0.5) / 5),
+        "eviction": pytest.approx(2.5 / 5),
+        "eviction_outside": pytest.approx((4.5 - 3 * 0.5) / 5),
     }
     assert set(found) == {ratio.key for ratio in report.RATIOS}
-    assert "cut" not in report.ratios([made_up_round()], ARM, 4, report.CPU)  # dge_stats does not know it
+    assert "eviction" not in report.ratios([made_up_round()], ARM, 4, report.CPU)  # dge_stats does not know it
     assert report.stock_ratios([made_up_round()]) == {"prefill": 0.5, "decode": 2.0}
 
 
@@ -106,7 +106,7 @@ def test_figures() -> None:
     found = report.figures([made_up_round(), slow, fast], ARM, PLAN)
     # 8,192 tokens, of which 8 are read one by one, in 5 s: the median of 19, 5 and 1
     assert found["tokens_per_second"] == {"prefill": (8192 - 8) / 5, "before": pytest.approx(4 / 4.5), "after": 2.0}
-    assert found["seconds"] == {"draft": 1.25, "score": 1.5, "select": 0.25, "compact": 0.75, "cut_outside": 3.0}
+    assert found["seconds"] == {"draft": 1.25, "score": 1.5, "select": 0.25, "compact": 0.75, "eviction_outside": 3.0}
     assert found["rows"] == [8193, 513, 523] and found["bytes"] == [8193 * 1024, 513 * 1024]
     assert found["memory"]["after"]["rss"] == 33 * 2**20 and found["peak_rss"] == 50 * 2**20
     full = report.figures([made_up_round()], "full", PLAN)
@@ -147,10 +147,10 @@ def test_tables() -> None:
 
 
 def test_targets_that_are_not_an_arms_own() -> None:
-    # choices while decoding have a price, H2O's sums have one in the prefill; short prompts make the cut look dear
-    refresh = report.table(made_up_result(made_up_round(), refresh=4))
-    assert row_of(refresh, "ratio", ARM)[3] == "0.900"
-    h2o = report.table(made_up_result(made_up_round(), policy="h2o", scores="policy"))
+    # recalls have a price, H2O's sums have one in the prefill; short prompts make the eviction look expensive
+    recall = report.table(made_up_result(made_up_round(), recall=4))
+    assert row_of(recall, "ratio", ARM)[3] == "0.900"
+    h2o = report.table(made_up_result(made_up_round(), policy="h2o"))
     assert row_of(h2o, "ratio", ARM)[0] == "0.750"
     short = report.table(made_up_result(made_up_round(context=1024)))
     assert row_of(short, "ratio", ARM)[4:] == ["0.500", "0.600"]
@@ -194,18 +194,18 @@ def test_turns_go_both_ways() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"state": "full"}, 'was not cut: its state is "full"'),
-        ({"error": "no memory"}, "was not cut: no memory"),
-        ({"rows_after": 600}, "1001 -> 600 rows is not a cut of 1001 rows to 512 .. 513"),
-        ({"rows_after": 511}, "1001 -> 511 rows"),
-        ({"rows_before": 1000}, "1000 -> 513 rows is not a cut of 1001 rows"),
+        ({"state": "full"}, 'was evicted: its state is "full"'),
+        ({"error": "no memory"}, "was evicted: no memory"),
+        ({"rows_after": 600}, "1001 -> 600 entries instead of 1001 -> 512 .. 513"),
+        ({"rows_after": 511}, "1001 -> 511 entries"),
+        ({"rows_before": 1000}, "1000 -> 513 entries instead of 1001"),
     ],
 )
-def test_a_cut_that_was_none_is_an_error(changes: dict[str, Any], message: str) -> None:
-    good = {"state": "cut", "error": None, "budget": 512, "rows_before": 1001, "rows_after": 513}
-    measure.check_cut("a", DGEConfig(budget=512, draft_tokens=2), good, 1000)
+def test_an_eviction_that_was_none_is_an_error(changes: dict[str, Any], message: str) -> None:
+    good = {"state": "evicted", "error": None, "budget": 512, "rows_before": 1001, "rows_after": 513}
+    measure.check_eviction("a", DGEConfig(budget=512, draft_tokens=2), good, 1000)
     with pytest.raises(workers.BenchError, match=re.escape(message)):
-        measure.check_cut("a", DGEConfig(budget=512, draft_tokens=2), {**good, **changes}, 1000)
+        measure.check_eviction("a", DGEConfig(budget=512, draft_tokens=2), {**good, **changes}, 1000)
 
 
 def test_the_lock_lets_others_in(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def bench(zoo: Zoo, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 def test_run(bench: Bench, tmp_path: Path) -> None:
     out = tmp_path / "new folder" / "bench.json"
-    arms = ["dge:k=2", "snapkv:k=1,scores=policy,budget=0.25", "dge:k=3,refresh=4", "pyramidkv:k=1,scores=policy"]
+    arms = ["paper", "snapkv:budget=0.25", "recall:k=3", "pyramidkv"]
     status, printed, told = bench("--contexts", "900", "600", "--arms", *arms, "--budgets", "64", "--json", str(out))
     assert status == 0
     assert "600 tokens, round 1" in told and "900 tokens, round 1" in told
@@ -264,21 +264,21 @@ def test_run(bench: Bench, tmp_path: Path) -> None:
         assert all(len(round_["prefill"][name]) == -(-(n - 32) // 128) for name in names)
         assert all(len(round_[phase][name]) == 4 for phase in ("before", "decode") for name in names)
         # the times of a step are those of a step, not of a block
-        assert all(len(round_["cut_steps"][name]) == 1 + measure.SETTLE for name in names)
-        even = one["arms"]["snapkv:k=2,budget=64"]
+        assert all(len(round_["eviction_steps"][name]) == 1 + measure.SETTLE for name in names)
+        even = one["arms"]["paper:budget=64"]
         assert even["rows"] == [n + 1, 65, 65 + 1 + measure.SETTLE + 32]
         assert even["bytes"][0] / even["bytes"][1] == pytest.approx((n + 1) / 65)
         assert even["memory"]["after"]["kv"] < even["memory"]["before"]["kv"]
-        share = one["arms"]["snapkv:k=1,scores=policy,budget=0.25"]
+        share = one["arms"]["snapkv:budget=0.25"]
         assert share["rows"][:2] == [n, n // 4]
-        refresh = one["arms"]["snapkv:k=3,refresh=4,budget=64"]
-        assert refresh["n_refresh"] >= 32 // 4 and refresh["rows"][2] <= 64 + 4
-        assert refresh["memory"]["after"]["parked"] > 0
-        assert one["arms"]["pyramidkv:k=1,scores=policy,budget=64"]["rows"][1] > 64
+        recall = one["arms"]["recall:k=3,budget=64"]
+        assert recall["n_recalls"] >= 32 // 4 and recall["rows"][2] <= 64 + 4
+        assert recall["memory"]["after"]["parked"] > 0
+        assert one["arms"]["pyramidkv:budget=64"]["rows"][1] > 64
         for name in names[1:]:
-            assert all(value > 0 for key, value in one["arms"][name]["ratios"].items() if key != "cut_outside")
+            assert all(value > 0 for key, value in one["arms"][name]["ratios"].items() if key != "eviction_outside")
         assert set(round_["fresh"]) == {"64", str(n // 4)}
-    assert result["arms"]["full"]["dge"] is None and result["arms"]["snapkv:k=2,budget=64"]["dge"]["elastic"]
+    assert result["arms"]["full"]["dge"] is None and result["arms"]["paper:budget=64"]["dge"]["elastic"]
     assert "full / stock: not measured" in printed and "601 -> 65" in printed
     assert printed.count("tokens, the last 32 of them") == 2
 
@@ -287,8 +287,8 @@ def test_run(bench: Bench, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--contexts", "63"], "--contexts 63 is too short to be measured; take 64 or more"),
-        (["--contexts", "400", "128", "--budgets", "128"], "keeps 128 rows, so nothing would be cut"),
-        (["--arms", "dge:k=0"], "draft_tokens=0"),
+        (["--contexts", "400", "128", "--budgets", "128"], "keeps 128 entries, so nothing is evicted"),
+        (["--arms", "paper:k=0"], "draft_tokens=0"),
         (["--arms", "lru"], '"lru" is none of full, dge'),
         (["--arms", "full"], "nothing is compared with it"),
         (["--budgets", "4"], "window=8"),
@@ -349,4 +349,6 @@ def test_help_names_the_defaults() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "llama_dge", "bench", "--help"], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and "dge:k=8,refresh=4" in " ".join(done.stdout.split())
+    assert done.returncode == 0 and "(snapkv paper default recall; quick: paper recall:k=4)" in " ".join(
+        done.stdout.split()
+    )

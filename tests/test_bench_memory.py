@@ -43,6 +43,6 @@ def test_run(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     for arm in arms:
         assert arm["ratios"]["kv after / full"] < 0.15
         assert (arm["after"]["parked"] > 0) == (arm["park"] != "off")
-        assert arm["cut"]["rows_after"] == 65
+        assert arm["eviction"]["rows_after"] == 65
         if arm["park"] != "off":
             assert arm["second"]["rows_restored"] >= 1500

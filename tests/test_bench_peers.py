@@ -19,7 +19,7 @@ from llama_dge import DGEConfig, Llama
 if TYPE_CHECKING:
     from conftest import Zoo
 
-# one layer of two heads and one of one, 4 rows each, of a prompt of 10 with a window of 2
+# one layer of two heads and one of one, 4 entries each, of a prompt of 10 with a window of 2
 OURS = [[[0, 3, 8, 9], [1, 2, 8, 9]], [[4, 5, 8, 9]]]
 THEIRS = [[[0, 4, 8, 9], [1, 2, 8, 9]], [[6, 7, 8, 9]]]
 
@@ -28,7 +28,7 @@ def test_overlaps() -> None:
     assert peers_report.overlaps(OURS, THEIRS) == [[0.75, 1.0], [0.5]]
     assert peers_report.overlaps(OURS, THEIRS, 8) == [[0.5, 1.0], [0.0]]
     assert peers_report.overlaps(OURS, OURS, 8) == [[1.0, 1.0], [1.0]]
-    # the order in which a library gives its rows means nothing
+    # the order in which a library gives its entries means nothing
     assert peers_report.overlaps([[[9, 0]]], [[[0, 9]]]) == [[1.0]]
 
 
@@ -36,10 +36,10 @@ def test_overlaps() -> None:
     ("ours", "theirs", "n_past", "message"),
     [
         (OURS, THEIRS[:1], None, r"layers of \[2, 1\] and \[2\] heads"),
-        (OURS, [[[0], [1, 2, 8, 9]], [[4, 5, 8, 9]]], None, "layer 0, head 0: 4 and 1 rows cannot be compared"),
-        ([[[0, 9]]], [[[0, 1]]], 8, "layer 0, head 0: 1 and 2 rows"),  # a window that one of them does not keep
+        (OURS, [[[0], [1, 2, 8, 9]], [[4, 5, 8, 9]]], None, "layer 0, head 0: 4 and 1 entries cannot be compared"),
+        ([[[0, 9]]], [[[0, 1]]], 8, "layer 0, head 0: 1 and 2 entries"),  # a window that one of them does not keep
         ([[[0, 0]]], [[[0, 1]]], None, "cannot be compared"),
-        ([[[8, 9]]], [[[8, 9]]], 8, "layer 0, head 0: 0 and 0 rows"),
+        ([[[8, 9]]], [[[8, 9]]], 8, "layer 0, head 0: 0 and 0 entries"),
     ],
 )
 def test_what_cannot_be_compared(ours: Any, theirs: Any, n_past: int | None, message: str) -> None:
@@ -74,7 +74,7 @@ def made_up_rounds() -> list[dict[str, Any]]:
 
     one = {
         "llama-dge full": arm(2, 0.5, [4, 4], 8),
-        # a step takes 2/8 s, so the cut took 0.5
+        # a step takes 2/8 s, so the eviction took 0.5
         "llama-dge snapkv": arm(2, 0.75, [3, 1], 2, share=1.0),
         "kvpress full": arm(5, 1, [8, 8], 8),
         "kvpress snapkv": arm(10, 0.75, [8, 4], 2),
@@ -86,7 +86,7 @@ def test_figures() -> None:
     rounds = made_up_rounds()
     ours = peers_report.figures(rounds, "llama-dge snapkv", "llama-dge full", 100)
     assert ours["prefill"] == 50.0 and ours["decode"] == pytest.approx(16 / 3)  # 8 tokens in 3 and in 1 seconds
-    assert ours["prefill / full"] == pytest.approx(2 / 2.5)  # the cut counts
+    assert ours["prefill / full"] == pytest.approx(2 / 2.5)  # the eviction counts
     assert ours["decode / full"] == pytest.approx(8 / 3)  # of 4/3 and 4
     assert ours["prefill / full, CPU time"] == pytest.approx(1 / 2.5)
     assert ours["decode / full, CPU time"] == pytest.approx(4 / 3)

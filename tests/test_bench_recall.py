@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 def test_summary() -> None:
     rounds = [
-        {"full": {"token": 0.4, "rows": 9.0}, "refresh 4": {"token": 0.1, "rows": 3.0, "choice": 0.2, "moved": 6.0}},
-        {"full": {"token": 0.6, "rows": 9.0}, "refresh 4": {"token": 0.2, "rows": 3.0, "choice": 0.6, "moved": 8.0}},
-        {"full": {"token": 0.5, "rows": 9.0}, "refresh 4": {"token": 0.25, "rows": 3.0, "choice": 0.5, "moved": 7.0}},
+        {"full": {"token": 0.4, "rows": 9.0}, "recall 4": {"token": 0.1, "rows": 3.0, "recall": 0.2, "moved": 6.0}},
+        {"full": {"token": 0.6, "rows": 9.0}, "recall 4": {"token": 0.2, "rows": 3.0, "recall": 0.6, "moved": 8.0}},
+        {"full": {"token": 0.5, "rows": 9.0}, "recall 4": {"token": 0.25, "rows": 3.0, "recall": 0.5, "moved": 7.0}},
     ]
     table = recall.summary(rounds)
     assert table["full"]["speed"] == 1.0
-    assert table["refresh 4"]["speed"] == pytest.approx(3.0)  # of 4, 3 and 2
-    assert table["refresh 4"]["choice / full step"] == pytest.approx(1.0)  # of 0.5, 1 and 1
-    assert table["refresh 4"]["moved"] == 7.0
+    assert table["recall 4"]["speed"] == pytest.approx(3.0)  # of 4, 3 and 2
+    assert table["recall 4"]["recall / full step"] == pytest.approx(1.0)  # of 0.5, 1 and 1
+    assert table["recall 4"]["moved"] == 7.0
 
 
 def test_run(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +35,7 @@ def test_run(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     args = [str(zoo["g2"].path), "--context", "600", "--budget", "64", "--rounds", "1", "--tokens", "16"]
     assert recall.main([*args, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "| refresh 4 |" in printed and "wanted: see above" in printed
+    assert "| recall 4 |" in printed and "wanted: see above" in printed
     medians = json.loads(out.read_text())["medians"]
-    assert medians["refresh 4"]["choices"] == 4 and medians["refresh 1"]["choices"] == 16
-    assert medians["full"]["rows"] > 600 and all(medians[f"refresh {n}"]["rows"] <= 64 + n for n in (1, 4, 8, 16))
+    assert medians["recall 4"]["recalls"] == 4 and medians["recall 1"]["recalls"] == 16
+    assert medians["full"]["rows"] > 600 and all(medians[f"recall {n}"]["rows"] <= 64 + n for n in (1, 4, 8, 16))

@@ -18,7 +18,7 @@ from .workers import FULL, BenchError, Workers
 
 Times = list[list[float]]  # [n][wall, CPU] seconds
 
-#: Steps after the cut that still pay for it: graphs are built again, and their buffers shrink.
+#: Steps after the eviction that still pay for it: graphs are built again, and their buffers shrink.
 SETTLE = 2
 #: Tokens that a worker reads before anything is timed.
 WARM_UP = 32
@@ -36,7 +36,7 @@ class Plan:
         Tokens of prefill per turn.
     blocks, block
         Turns of decoding, and tokens per turn: of the end of the prompt, which is read token by token on the full
-        cache, of the answer after the cut, and again of the answer beside a fresh prompt.
+        cache, of the answer after the eviction, and again of the answer beside a fresh prompt.
     """
 
     context: int
@@ -61,7 +61,7 @@ class Plan:
 
 
 def is_even(config: DGEConfig) -> bool:
-    """Tell whether all layers and heads keep the same number of rows."""
+    """Return whether all layers and heads keep the same number of entries."""
     return config.policy != "pyramidkv" and config.head_budgets == "uniform"
 
 
@@ -105,16 +105,16 @@ def decode(workers: Workers, names: Sequence[str], plan: Plan, first: int) -> di
     return times
 
 
-def check_cut(name: str, config: DGEConfig, stats: Mapping[str, Any] | None, context: int) -> None:
-    """Raise BenchError where the cut was not what the arm asks for."""
+def check_eviction(name: str, config: DGEConfig, stats: Mapping[str, Any] | None, context: int) -> None:
+    """Raise BenchError where the eviction was not what the arm asks for."""
     k = config.draft_tokens
-    if stats is None or stats["state"] != "cut" or stats["error"]:
+    if stats is None or stats["state"] != "evicted" or stats["error"]:
         why = "eviction is off" if stats is None else stats["error"] or f'its state is "{stats["state"]}"'
-        raise BenchError(f"arm {name}: the prompt of {context} tokens was not cut: {why}")
+        raise BenchError(f"arm {name}: nothing of the prompt of {context} tokens was evicted: {why}")
     least, most = stats["budget"], stats["budget"] + k - 1
     if stats["rows_before"] != context + k - 1 or (is_even(config) and not least <= stats["rows_after"] <= most):
-        rows = f"{stats['rows_before']} -> {stats['rows_after']}"
-        raise BenchError(f"arm {name}: {rows} rows is not a cut of {context + k - 1} rows to {least} .. {most}")
+        found = f"{stats['rows_before']} -> {stats['rows_after']} entries"
+        raise BenchError(f"arm {name}: {found} instead of {context + k - 1} -> {least} .. {most}")
 
 
 def run_round(
@@ -138,13 +138,13 @@ def run_round(
     Returns
     -------
     dict
-        ``prefill``, ``before`` (decoding on the full cache), ``decode`` (after the cut) and ``fresh`` hold times by
-        arm, the last one by budget first; the rest is what report.py explains.
+        ``prefill``, ``before`` (decoding on the full cache), ``decode`` (after the eviction) and ``fresh`` hold times
+        by arm, the last one by budget first; the rest is what report.py explains.
 
     Raises
     ------
     BenchError
-        An arm failed, or was not cut as its settings say.
+        An arm failed, or did not evict as its settings say.
     """
     load_before = load_average()
     names = workers.names
@@ -153,29 +153,29 @@ def run_round(
     times = prefill(workers, names, prompt, plan.n_prefill, plan.chunk, index)
     before = read(workers, names, plan, index)
 
-    draft, cut_steps, cuts = {}, {}, {}
+    draft, eviction_steps, evictions = {}, {}, {}
     for name in names:
         config = arms[name]
         workers[name]("first")
-        # k - 1 tokens on the full cache, then the one whose decoding starts with the cut
+        # k - 1 tokens on the full cache, then the one whose decoding starts with the eviction
         draft[name] = workers[name]("step", n=config.draft_tokens - 1) if config is not None else []
         memory[name]["before"] = workers[name]("memory")
-        cut_steps[name] = workers[name]("step", n=1)
+        eviction_steps[name] = workers[name]("step", n=1)
         if config is not None:
-            cuts[name] = workers[name]("stats")
-            check_cut(name, config, cuts[name], plan.context)
-        cut_steps[name] += workers[name]("step", n=SETTLE)
+            evictions[name] = workers[name]("stats")
+            check_eviction(name, config, evictions[name], plan.context)
+        eviction_steps[name] += workers[name]("step", n=SETTLE)
         memory[name]["after"] = workers[name]("memory")
     decoded = decode(workers, names, plan, index)
-    end = {name: workers[name]("stats") for name in cuts}
+    end = {name: workers[name]("stats") for name in evictions}
 
-    # a short prompt in the arm without eviction, beside the long ones that were cut to as many rows
+    # a short prompt in the arm without eviction, beside the long ones that keep as many entries
     fresh: dict[str, dict[str, Times]] = {}
-    for budget in sorted({stats["budget"] for stats in cuts.values()}):
+    for budget in sorted({stats["budget"] for stats in evictions.values()}):
         prefill(workers, [FULL], prompt_tokens(budget, n_vocab), budget, plan.chunk, index)
         workers[FULL]("first")
         workers[FULL]("step", n=1 + SETTLE)
-        same = [name for name, stats in cuts.items() if stats["budget"] == budget]
+        same = [name for name, stats in evictions.items() if stats["budget"] == budget]
         fresh[str(budget)] = decode(workers, [FULL, *same], plan, index)
 
     return {
@@ -185,8 +185,8 @@ def run_round(
         "prefill": times,
         "before": before,
         "draft": draft,
-        "cut_steps": cut_steps,
-        "cut": cuts,
+        "eviction_steps": eviction_steps,
+        "eviction": evictions,
         "decode": decoded,
         "end": end,
         "fresh": fresh,

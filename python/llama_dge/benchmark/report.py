@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .measure import SETTLE, Times
+from ..config import DGEConfig
+from ..eval.arms import needs_sums
+from .measure import SETTLE, Times, is_even
 from .workers import FULL, STOCK
 
 WALL, CPU = 0, 1
@@ -66,8 +68,8 @@ RATIOS = (
     Ratio("before", "before / full"),
     Ratio("after", "after / full"),
     Ratio("fresh", "after / fresh", at_least=0.95),
-    Ratio("cut", "cut / prefill", at_most=0.03, wanted_from=4096),
-    Ratio("cut_outside", "from outside", at_most=0.03, wanted_from=4096),
+    Ratio("eviction", "eviction / prefill", at_most=0.03, wanted_from=4096),
+    Ratio("eviction_outside", "from outside", at_most=0.03, wanted_from=4096),
 )
 #: Of the full cache over stock llama-cpp-python: what the package costs where nothing is evicted.
 STOCK_RATIOS = (
@@ -83,33 +85,35 @@ def paired_speed(fast: Times, slow: Times, clock: int) -> list[float]:
     return [b[clock] / a[clock] for a, b in zip(fast, slow)]
 
 
-def cut_seconds(round_: Round, name: str, block: int, clock: int) -> float:
-    """Return what the cut took as a user sees it: the steps in and after it, less what they cost once all is settled.
+def eviction_seconds(round_: Round, name: str, block: int, clock: int) -> float:
+    """Return what the eviction took as a user sees it: the steps in and after it, less what they cost later.
 
     That counts what dge_stats cannot see, such as graphs that have to be built again.
     """
     after = median(t[clock] for t in round_["decode"][name]) / block
-    steps = [t[clock] for t in round_["cut_steps"][name]]
+    steps = [t[clock] for t in round_["eviction_steps"][name]]
     return float(sum(steps) - len(steps) * after)
 
 
 def ratios(rounds: Sequence[Round], name: str, block: int, clock: int = WALL) -> dict[str, float]:
     """Return RATIOS of an arm with eviction, of the rounds of one prompt length: medians over all turns or rounds.
 
-    By CPU time without ``cut``, of which dge_stats knows the wall-clock time only.
+    By CPU time without ``eviction``, of which dge_stats knows the wall-clock time only.
     """
-    budget = str(rounds[0]["cut"][name]["budget"])
+    budget = str(rounds[0]["eviction"][name]["budget"])
     prefills = [sum(t[clock] for t in round_["prefill"][name]) for round_ in rounds]
-    outside = [cut_seconds(round_, name, block, clock) for round_ in rounds]
+    outside = [eviction_seconds(round_, name, block, clock) for round_ in rounds]
     found = {
         "prefill": _speed((r["prefill"] for r in rounds), name, FULL, clock),
         "before": _speed((r["before"] for r in rounds), name, FULL, clock),
         "after": _speed((r["decode"] for r in rounds), name, FULL, clock),
         "fresh": _speed((r["fresh"][budget] for r in rounds), name, FULL, clock),
-        "cut_outside": float(median(cut / prefill for cut, prefill in zip(outside, prefills))),
+        "eviction_outside": float(median(some / prefill for some, prefill in zip(outside, prefills))),
     }
     if clock == WALL:
-        found["cut"] = float(median(r["cut"][name]["seconds"] / prefill for r, prefill in zip(rounds, prefills)))
+        found["eviction"] = float(
+            median(r["eviction"][name]["seconds"] / prefill for r, prefill in zip(rounds, prefills))
+        )
     return found
 
 
@@ -126,7 +130,7 @@ def _speed(phases: Iterable[Mapping[str, Times]], fast: str, slow: str, clock: i
 
 
 def figures(rounds: Sequence[Round], name: str, plan: Mapping[str, int]) -> Figures:
-    """Return what is said of an arm by itself: tokens per second, seconds, rows, bytes. Medians over the rounds."""
+    """Return what is said of an arm by itself: tokens per second, seconds, entries, bytes. Medians over the rounds."""
     n_before = plan["blocks"] * plan["block"]
 
     def of_blocks(phase: str) -> float:
@@ -144,17 +148,17 @@ def figures(rounds: Sequence[Round], name: str, plan: Mapping[str, int]) -> Figu
         "memory": {when: last["memory"][name][when] for when in ("loaded", "before", "after")},
         "peak_rss": last["memory"][name]["after"].get("peak_rss"),
     }
-    if name in last["cut"]:
-        cut = last["cut"][name]
+    if name in last["eviction"]:
+        eviction = last["eviction"][name]
         parts = {part: f"seconds_{part}" for part in ("score", "select", "compact")}
         found["seconds"] = {
             "draft": float(median(sum(t[WALL] for t in r["draft"][name]) for r in rounds)),
-            **{part: float(median(r["cut"][name][key] for r in rounds)) for part, key in parts.items()},
-            "cut_outside": float(median(cut_seconds(r, name, plan["block"], WALL) for r in rounds)),
+            **{part: float(median(r["eviction"][name][key] for r in rounds)) for part, key in parts.items()},
+            "eviction_outside": float(median(eviction_seconds(r, name, plan["block"], WALL) for r in rounds)),
         }
-        found["rows"] = [cut["rows_before"], cut["rows_after"], last["end"][name]["rows"]]
-        found["bytes"] = [cut["bytes_before"], cut["bytes_after"]]
-        found["n_refresh"] = last["end"][name]["n_refresh"]
+        found["rows"] = [eviction["rows_before"], eviction["rows_after"], last["end"][name]["rows"]]
+        found["bytes"] = [eviction["bytes_before"], eviction["bytes_after"]]
+        found["n_recalls"] = last["end"][name]["n_recalls"]
     return found
 
 
@@ -179,7 +183,7 @@ def summary(result: Mapping[str, Any]) -> list[Figures]:
         arms = {}
         for name in rounds[0]["prefill"]:
             arms[name] = figures(rounds, name, plan)
-            if name in rounds[0]["cut"]:
+            if name in rounds[0]["eviction"]:
                 arms[name]["ratios"] = ratios(rounds, name, plan["block"], WALL)
                 arms[name]["ratios_cpu_time"] = ratios(rounds, name, plan["block"], CPU)
         one: Figures = {
@@ -198,13 +202,11 @@ def summary(result: Mapping[str, Any]) -> list[Figures]:
 
 
 def _wants(ratio: Ratio, settings: Mapping[str, Any]) -> bool:
-    """Whether the target of a ratio is one of this arm: choices while decoding and uneven budgets have a price."""
+    """Return whether the target of a ratio applies to an arm: sums, recalls and uneven budgets have a price."""
+    config = DGEConfig(**settings)
     if ratio.key == "prefill":
-        return bool(settings["policy"] != "h2o" or settings["scores"] == "draft")
-    if ratio.key == "fresh":
-        uneven = settings["policy"] == "pyramidkv" or settings["head_budgets"] != "uniform"
-        return not (settings["refresh"] or uneven)
-    return True
+        return not needs_sums(config)
+    return ratio.key != "fresh" or (not config.recall and is_even(config))
 
 
 def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -227,7 +229,7 @@ def _change(before: int | None, after: int | None) -> str:
 
 
 def _speeds(one: Figures) -> list[str]:
-    head = ("tokens/s; seconds", "prefill", "before", "after", "draft s", "score s", "select s", "compact s", "rows")
+    head = ("tokens/s; seconds", "prefill", "before", "after", "draft s", "score s", "select s", "compact s", "entries")
     rows = []
     for name, arm in one["arms"].items():
         speed, seconds = arm["tokens_per_second"], arm.get("seconds")
@@ -256,7 +258,7 @@ def _ratios(one: Figures, arms: Mapping[str, Any], key: str, title: str) -> list
 
 
 def _memory(one: Figures) -> list[str]:
-    head = ("MiB, before -> after the cut", "K and V in use", "cache", "parked", "resident", "peak")
+    head = ("MiB, before -> after the eviction", "K and V in use", "cache", "host copy", "resident", "peak")
     rows = []
     for name, arm in one["arms"].items():
         before, after = arm["memory"]["before"], arm["memory"]["after"]
@@ -277,7 +279,7 @@ def _stock(one: Figures, key: str) -> list[str]:
 
 
 def _builds(result: Mapping[str, Any]) -> list[str]:
-    """Tell how the libraries were built, if not alike."""
+    """Return how the libraries were built, if not alike."""
     out: list[str] = []
     if STOCK not in result["arms"]:
         return out
@@ -294,7 +296,7 @@ def table(result: Mapping[str, Any]) -> str:
     for one in summary(result):
         quiet = one["on_cpu"]
         out += [
-            f"{one['context']:,} tokens, the last {n_before} of them read one by one (before the cut); "
+            f"{one['context']:,} tokens, the last {n_before} of them read one by one (before the eviction); "
             f"medians of {one['rounds']} round(s); threads were on a CPU for {quiet:.0%} of the time: "
             + ("a quiet machine" if quiet >= QUIET else "NOT a quiet machine, so mistrust small differences"),
             "",
@@ -309,8 +311,8 @@ def table(result: Mapping[str, Any]) -> str:
             out += [*cpu_time, *_stock(one, "full_over_stock_cpu_time"), ""]
         out += [*_memory(one), ""]
     out += [
-        "One process per arm. before, after: the cut. draft: the k - 1 tokens in front of it; score, select, compact:",
-        f"what dge_stats says of it; from outside: {SETTLE + 1} steps in and after it, less what they take later.",
+        "One process per arm. before, after: the eviction. draft: the k - 1 tokens before it. score, select and",
+        f"compact: its parts by dge_stats; from outside: {SETTLE + 1} steps in and after it, less what they take later.",
         "fresh: a prompt of as many tokens as the budget, on the full cache. cache: buffers of K and V.",
         *_builds(result),
     ]

@@ -116,12 +116,12 @@ class Arm:
         return times
 
     def stats(self) -> dict[str, Any] | None:
-        """Return what is known of the cut, or None where eviction is off."""
+        """Return what is known of the eviction, or None where eviction is off."""
         stats = getattr(self._llm, "dge_stats", None)
         return None if stats is None else {**vars(stats), "seconds": stats.seconds}
 
     def kept(self) -> list[list[list[int]]]:
-        """Return the positions that each layer that was cut and each KV head kept, ascending."""
+        """Return the positions that each evicted layer and KV head kept, ascending."""
         heads = self._llm.dge_stats.rows_by_head
         return [
             [self._llm.dge_kept(layer, head).tolist() for head in range(len(rows))]

@@ -1,4 +1,4 @@
-"""``llama-dge bench``: speed and memory before and after a cut, beside the full cache and stock llama-cpp-python."""
+"""``llama-dge bench``: speed and memory before and after an eviction, beside full cache and stock llama-cpp-python."""
 
 from __future__ import annotations
 
@@ -44,21 +44,19 @@ class _Size:
 _WHOLE = _Size(
     contexts=(1024, 4096),
     budgets=(512,),
-    arms=("snapkv:k=1,scores=policy", "dge:k=2", "dge:k=8,draft_pooling=max", "dge:k=8,refresh=4"),
+    arms=("snapkv", "paper", "default", "recall"),
     rounds=2,
     chunk=256,
     blocks=12,
 )
-_QUICK = _Size(
-    contexts=(384, 768), budgets=(128,), arms=("dge:k=2", "dge:k=4,refresh=4"), rounds=1, chunk=128, blocks=4
-)
+_QUICK = _Size(contexts=(384, 768), budgets=(128,), arms=("paper", "recall:k=4"), rounds=1, chunk=128, blocks=4)
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand to the parser of the program."""
     parser = commands.add_parser(
         "bench",
-        help="speed and memory before and after a cut, beside the full cache",
+        help="speed and memory before and after an eviction, beside the full cache",
         description="Each arm is a process of its own, and they take turns, on random tokens.",
     )
     whole, quick = _WHOLE, _QUICK
@@ -82,7 +80,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         type=at_least(1),
         nargs="+",
         metavar="N",
-        help=f"rows of arms that name none ({_list(whole.budgets)}; quick: {_list(quick.budgets)})",
+        help=f"entries kept by arms that name none ({_list(whole.budgets)}; quick: {_list(quick.budgets)})",
     )
     parser.add_argument(
         "--rounds", type=at_least(1), metavar="N", help=f"of each prompt ({whole.rounds}; quick: {quick.rounds})"
@@ -117,7 +115,7 @@ def _plans(args: argparse.Namespace, size: _Size, arms: Mapping[str, DGEConfig |
     for name, config in arms.items():
         if config is not None and isinstance(config.budget, int) and shortest.context <= config.budget:
             raise CLIError(
-                f"--contexts {shortest.context}: arm {name} keeps {config.budget} rows, so nothing would be cut; "
+                f"--contexts {shortest.context}: arm {name} keeps {config.budget} entries, so nothing is evicted; "
                 f"take a longer prompt or a smaller budget"
             )
     return plans
@@ -134,7 +132,7 @@ def _arms(args: argparse.Namespace, size: _Size, stock: str | None) -> dict[str,
         # in `eval` one prompt serves all arms, here each has a cache that may grow and shrink as a user's does
         named[arm.name] = dataclasses.replace(arm.config, elastic=True) if arm.config is not None else None
     if len(arms) == 1:
-        raise CLIError("--arms full: nothing is compared with it; name an arm with eviction, such as dge:k=2")
+        raise CLIError("--arms full: nothing is compared with it; name an arm with eviction, such as paper")
     return named
 
 
