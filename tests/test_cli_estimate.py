@@ -45,7 +45,7 @@ def options(cache: dict[str, Any], dge: dict[str, Any]) -> list[str]:
 
 
 def measured(path: str, n_ctx: int, n_prompt: int, cache: dict[str, Any], dge: Any) -> dict[str, Any]:
-    """What a model uses just before and just after the cut of a prompt."""
+    """What a model uses just before and just after the eviction of a prompt."""
     kind = TYPES[cache["type"]]
     llm = Llama(
         path,
@@ -62,7 +62,7 @@ def measured(path: str, n_ctx: int, n_prompt: int, cache: dict[str, Any], dge: A
     generator = llm.generate([4 + i * 7 % 250 for i in range(n_prompt)], temp=0.0)
     list(islice(generator, k))
     before = llm.dge_memory
-    list(islice(generator, 3))  # graphs get their buffers anew in the decode after the cut
+    list(islice(generator, 3))  # graphs get their buffers anew in the decode after the eviction
     after = llm.dge_memory
     stats = llm.dge_stats
     llm.close()
@@ -111,7 +111,7 @@ def check(said: dict[str, Any], real: dict[str, Any], h2o_flash: bool = False) -
         {"budget": 100, "policy": "pyramidkv"},
         {"budget": 64, "head_budgets": "adaptive"},
         {"budget": 64, "policy": "streamingllm"},
-        {"budget": 64, "refresh": 8},
+        {"budget": 64, "recall": 8},
         {"budget": 2000},
     ],
     ids=str,
@@ -156,30 +156,30 @@ def test_table(run: Callable[..., tuple[int, str, str]], zoo: Zoo) -> None:
     status, out, _ = run(str(zoo["g2"].path), "--n-ctx", "2048", "--n-prompt", "1500", "--budget", "64")
     assert status == 0
     lines = dict(line.split("  ", 1) for line in out.splitlines())
-    assert lines["rows"].strip() == "1,507 -> 71 per layer and KV head"
+    assert lines["entries"].strip() == "1,507 -> 71 per layer and KV head"
     assert list(lines)[2:6] == [
         "weights",
         "KV cache for 2,048 cells",
-        "KV cache before the cut",
-        "KV cache after the cut",
+        "KV cache before the eviction",
+        "KV cache after the eviction",
     ]
     out = run(str(zoo["g2"].path), "--n-ctx", "2048", "--head-budgets", "adaptive", "--budget", "64")[1]
     assert "-> at most " in out and "1,792 tokens" in out
 
 
-def test_what_cannot_be_cut(
+def test_what_cannot_be_evicted(
     run: Callable[..., tuple[int, str, str]], zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llama_dge._native.supported", lambda ctx: "it is a test")
     status, out, _ = run(str(zoo["g2"].path), "--n-ctx", "1024")
-    assert status == 0 and "nothing is cut: it is a test" in out
+    assert status == 0 and "nothing is evicted: it is a test" in out
 
 
 @pytest.mark.parametrize(
     "args, message",
     [
         (["--n-prompt", "2000"], "--n-prompt 2000 does not fit into --n-ctx 1024"),
-        (["--budget", "5"], "window=8: must be at most budget=5"),
+        (["--budget", "5"], "budget=5: must be at least 8"),
         (["--full", "--budget", "64"], "--full excludes --budget"),
         (["--type-v", "q8_0", "--no-flash-attn"], "a context with these settings cannot be made"),
     ],

@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,11 @@ from llama_cpp._utils import suppress_stdout_stderr
 
 from .. import _native
 from ..config import DGEConfig
+from ..stats import DGEEstimate
 from ._common import CLIError, Progress, mebibytes, model_path
 from ._options import (
     add_cache_options,
+    add_context,
     add_dge_options,
     add_full,
     add_model,
@@ -31,9 +31,6 @@ from ._options import (
 )
 
 _ANSWER = 256  # tokens that --n-prompt leaves free by default
-_CELLS_PAD, _CELLS_SPARE = 256, 128  # llama_dge::shrunk_size in native/src/llama-dge-memory.cpp
-_SUMS_BLOCK = 24 * 2**20  # LLAMA_DGE_SUMS_BLOCK
-_PARKED_ROW = 12  # bytes of a cell's extra data: llama_kv_cell_ext
 
 
 @dataclass(frozen=True)
@@ -45,23 +42,24 @@ class Estimate:
     n_ctx, n_prompt
         Cells at full size, tokens of the prompt.
     rows, rows_after
-        Rows per layer and KV head just before and just after the cut.
+        Entries per layer and KV head just before and just after the eviction.
     at_most
-        Whether `rows_after` and all that follows from it is an upper bound: heads share rows by their scores.
+        Whether `rows_after` and all that follows from it is an upper bound: heads share entries by their scores.
     reason
-        Why nothing will be cut, or None.
+        Why nothing will be evicted, or None.
     weights
         The model.
     kv_full, kv_peak, kv_after
-        The cache at `n_ctx`, while the prompt is evaluated, and after the cut.
+        The cache at `n_ctx`, while the prompt is evaluated, and after the eviction.
     other
         Sliding-window caches and recurrent states.
     compute_peak, compute_after
-        Buffers of the graphs, with the cache of each time. At most so much for h2o's own score and flash attention.
+        Buffers of the graphs, with the cache of each time. `compute_peak` is an upper bound with H2O's sums and flash
+        attention.
     dge
-        Queries, sums, and biases of the cut.
+        Queries, sums and biases.
     parked
-        Rows that wait for a later prompt.
+        The host copy.
     parked_in
         "ram", "disk" or "off".
     """
@@ -85,12 +83,12 @@ class Estimate:
 
     @property
     def total_peak(self) -> int:
-        """Bytes while the prompt is evaluated; nothing is parked then."""
+        """Bytes while the prompt is evaluated; there is no host copy then."""
         return self.weights + self.kv_peak + self.other + self.compute_peak + self.dge
 
     @property
     def total_after(self) -> int:
-        """Bytes after the cut, in memory."""
+        """Bytes after the eviction, in memory."""
         parked = self.parked if self.parked_in == "ram" else 0
         return self.weights + self.kv_after + self.other + self.compute_after + self.dge + parked
 
@@ -98,7 +96,8 @@ class Estimate:
 class _Simulated:
     """A model without weights, on which contexts are made that allocate nothing."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, n_batch: int, n_ubatch: int) -> None:
+        self._n_batch, self._n_ubatch = n_batch, n_ubatch
         params = llama_cpp.llama_model_default_params()
         params.no_alloc = True
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE  # a mapping would be one of weights
@@ -111,12 +110,12 @@ class _Simulated:
         llama_cpp.llama_model_free(self.model)
 
     @contextlib.contextmanager
-    def context(self, n_ctx: int, n_batch: int, n_ubatch: int, cache: dict[str, Any]) -> Iterator[Any]:
+    def context(self, n_ctx: int, cache: dict[str, Any]) -> Iterator[Any]:
         """Make a context as `llama_cpp.Llama` would; raises CLIError."""
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = n_ctx
-        params.n_batch = min(n_ctx, n_batch)
-        params.n_ubatch = min(params.n_batch, n_ubatch)
+        params.n_batch = min(n_ctx, self._n_batch)
+        params.n_ubatch = min(params.n_batch, self._n_ubatch)
         params.type_k, params.type_v = cache["type_k"], cache["type_v"]
         params.flash_attn_type = (
             llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if cache["flash_attn"] else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -130,13 +129,20 @@ class _Simulated:
         finally:
             llama_cpp.llama_free(ctx)
 
+    def compute(self, n_ctx: int, n_cells: int, cache: dict[str, Any]) -> int:
+        """Measure the buffers of the graphs of a context whose cache has so many cells now; raises CLIError."""
+        n_tokens = min(n_ctx, self._n_batch, self._n_ubatch)
+        with self.context(n_cells, cache) as ctx:
+            # llama.cpp makes no micro-batch larger than the cache, but an elastic one was larger before
+            return _native.memory(ctx).compute * n_tokens // min(n_tokens, n_cells)
+
 
 def estimate(
     path: Path,
     config: DGEConfig | None,
     *,
     n_ctx: int,
-    n_prompt: int,
+    n_prompt: int | None = None,
     n_batch: int = 512,
     n_ubatch: int = 512,
     cache: dict[str, Any],
@@ -150,9 +156,9 @@ def estimate(
     config
         Eviction, or None.
     n_ctx, n_batch, n_ubatch
-        As for `Llama`.
+        As for `Llama`; `n_ctx` 0 is what the model was trained for.
     n_prompt
-        Tokens of the prompt.
+        Tokens of the prompt; None leaves 256 for the answer.
     cache
         "flash_attn", "type_k" and "type_v", as for `Llama`.
 
@@ -161,132 +167,69 @@ def estimate(
     CLIError
         The file is no model, or the settings do not fit it.
     """
-    simulated = _Simulated(path)
+    simulated = _Simulated(path, n_batch, n_ubatch)
     try:
-        n_head = llama_cpp.llama_model_n_head(simulated.model)
-
-        n_tokens = min(n_ctx, n_batch, n_ubatch)
-
-        def compute(n_cells: int, cache: dict[str, Any] = cache) -> int:
-            with simulated.context(n_cells, n_batch, n_ubatch, cache) as ctx:
-                # llama.cpp makes no micro-batch larger than the cache, but an elastic one was larger before
-                return _native.memory(ctx).compute * n_tokens // min(n_tokens, n_cells)
-
-        with simulated.context(n_ctx, n_batch, n_ubatch, cache) as ctx:
-            full = _native.memory(ctx)
-            reason = "eviction is off" if config is None else _native.supported(ctx)
-            heads: list[int] = []
-            if config is not None and reason is None:
-                heads = [_native.n_head_kv(ctx, layer) for layer in _native.layers(ctx)]
-                full = replace(full, dge=_own_bytes(ctx, config))
-        rows, rows_after, at_most = n_prompt, n_prompt, False
-        if config is not None and reason is None:
-            rows = rows_after = n_prompt + config.draft_tokens - 1
-            if _budget(config, n_prompt) < n_prompt:
-                kept, at_most = _rows_kept(config, n_prompt, heads)
-                # rows of the answer compete with the prompt's where they are chosen again
-                rows_after = kept if config.refresh else kept + config.draft_tokens - 1
-            else:
-                reason = "the prompt is not longer than the budget"
-
-        n_peak = n_after = full.n_cells
-        # caches that cannot be cut are not elastic either
-        if config is not None and config.elastic and heads:
-            n_peak = _native.elastic_cells(rows, full.n_cells)
-            n_after = n_peak
-            if rows_after < rows:
-                n_after = min(-(-(rows_after + _CELLS_SPARE) // _CELLS_PAD) * _CELLS_PAD, n_peak)
-        compute_peak, compute_after = compute(n_peak), compute(n_after)
-        if config is not None and heads and cache["flash_attn"]:
-            if _sums(config):
-                compute_peak += min(4 * n_peak * n_tokens * n_head, _SUMS_BLOCK)
-            if at_most:  # a mask per head is not for flash attention
-                compute_after = max(compute_after, compute(n_after, {"flash_attn": False, "type_k": 1, "type_v": 1}))
+        n_ctx = n_ctx or llama_cpp.llama_model_n_ctx_train(simulated.model)
+        if n_prompt is None:
+            n_prompt = max(n_ctx - _ANSWER, n_ctx // 2, 1)
+        if n_prompt > n_ctx:
+            raise CLIError(f"--n-prompt {n_prompt} does not fit into --n-ctx {n_ctx}")
+        with simulated.context(n_ctx, cache) as ctx:
+            memory = _native.memory(ctx)
+            found = _prompt(ctx, config, n_prompt)
+        compute_peak = simulated.compute(n_ctx, found.n_cells, cache)
+        compute_after = simulated.compute(n_ctx, found.n_cells_after, cache)
+        if cache["flash_attn"]:
+            compute_peak += found.compute
+            if found.at_most:  # flash attention cannot take a mask per head
+                plain = {"flash_attn": False, "type_k": 1, "type_v": 1}
+                compute_after = max(compute_after, simulated.compute(n_ctx, found.n_cells_after, plain))
     finally:
         simulated.close()
-
-    cell = full.kv // full.n_cells
-    is_cut = rows_after < rows
-    dge, parked = full.dge, 0
-    if is_cut and config is not None:
-        dge += _bias_rows(config, n_prompt, heads, n_head) * 4 * full.n_cells
-        if config.parks != "off":
-            sums = 4 * sum(heads) if _sums(config) else 0
-            parked = rows * (cell + _PARKED_ROW + sums) + full.other
     return Estimate(
-        n_ctx=full.n_cells,
+        n_ctx=memory.n_cells,
         n_prompt=n_prompt,
-        rows=rows,
-        rows_after=rows_after,
-        at_most=at_most,
-        reason=reason,
-        weights=full.weights,
-        kv_full=full.kv,
-        kv_peak=cell * n_peak,
-        kv_after=cell * n_after,
-        other=full.other,
+        rows=found.n_rows,
+        rows_after=found.n_rows_after,
+        at_most=found.at_most,
+        reason=found.reason,
+        weights=memory.weights,
+        kv_full=memory.kv,
+        kv_peak=found.kv,
+        kv_after=found.kv_after,
+        other=memory.other,
         compute_peak=compute_peak,
         compute_after=compute_after,
-        dge=dge,
-        parked=parked,
-        parked_in=config.parks if config is not None and is_cut else "off",
+        dge=found.dge,
+        parked=found.parked,
+        parked_in=config.parks if config is not None and found.reason is None else "off",
     )
 
 
-def _own_bytes(ctx: Any, config: DGEConfig) -> int:
+def _prompt(ctx: Any, config: DGEConfig | None, n_prompt: int) -> DGEEstimate:
+    """Ask the library what a prompt will need; raises CLIError."""
+    memory = _native.memory(ctx)
+    reason = "eviction is off" if config is None else _native.supported(ctx)
+    if config is None or reason is not None:
+        return DGEEstimate(
+            n_rows=n_prompt,
+            n_rows_after=n_prompt,
+            at_most=False,
+            n_cells=memory.n_cells,
+            n_cells_after=memory.n_cells,
+            kv=memory.kv,
+            kv_after=memory.kv,
+            kv_max=memory.kv,
+            compute=0,
+            dge=0,
+            parked=0,
+            reason=reason,
+        )
     try:
         with suppress_stdout_stderr(disable=False):
-            callback = _native.enable(ctx, config)
+            return _native.estimate(ctx, config, n_prompt, config.elastic)
     except (ValueError, _native.DGEError) as error:
         raise CLIError(str(error)) from error
-    del callback  # nothing is decoded
-    return _native.memory(ctx).dge
-
-
-def _sums(config: DGEConfig) -> bool:
-    return config.policy == "h2o" and config.scores != "draft"
-
-
-def _budget(config: DGEConfig, n_prompt: int) -> int:
-    """Rows of the prompt that stay on average, as llama_dge::resolve_budget has it."""
-    if not isinstance(config.budget, float):
-        return int(config.budget)
-    least = config.window + (max(config.sinks, 1) if config.policy == "streamingllm" else 1)
-    return max(math.floor(config.budget * n_prompt + 0.5), least)
-
-
-def _first_layer(config: DGEConfig, n_prompt: int, n_layer: int) -> int:
-    """Past rows of a head of the layer with the most: native/src/policies/pyramidkv.cpp."""
-    n_past = n_prompt - config.window
-    n_cap = _budget(config, n_prompt) - config.window
-    if config.policy != "pyramidkv" or n_layer < 2 or n_prompt < 2 * n_cap:
-        return n_cap
-    if config.layer_budgets == "reference":
-        return min(2 * n_cap - n_cap // 20, n_past)
-    first = min(2 * n_cap - Fraction(n_cap, 20), Fraction(n_past))
-    step = 2 * (first - n_cap) / (n_layer - 1)
-    line = [first - i * step for i in range(n_layer)]
-    missing = n_cap * n_layer - sum(math.floor(x) for x in line)
-    before = sum(x % 1 > first % 1 for x in line)  # the largest remainders are rounded up
-    return math.floor(first) + (before < missing)
-
-
-def _rows_kept(config: DGEConfig, n_prompt: int, heads: Sequence[int]) -> tuple[int, bool]:
-    """Rows of the prompt in the head with the most, and whether it may be fewer."""
-    n_cap = _first_layer(config, n_prompt, len(heads))
-    if config.head_budgets != "adaptive" or max(heads) == 1:
-        return n_cap + config.window, False
-    # one head may have all of the layer's best scores
-    n_head = max(heads)
-    return min((8 * n_cap * n_head + 5) // 10 + n_cap // 5 + 1, n_prompt - config.window) + config.window, True
-
-
-def _bias_rows(config: DGEConfig, n_prompt: int, heads: Sequence[int], n_head: int) -> int:
-    """Rows of -inf that hide unused cells, of all layers together."""
-    if config.head_budgets == "adaptive" and max(heads) > 1:
-        return n_head * len(heads)
-    is_even = _first_layer(config, n_prompt, len(heads)) == _budget(config, n_prompt) - config.window
-    return 0 if is_even else len(heads) - 1
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -294,13 +237,21 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "estimate",
         help="the memory that a model and a prompt will need",
-        description="Loads no weights. Prints weights, cache before and after the cut, and buffers.",
+        description="Loads no weights. Prints weights, cache before and after the eviction, and buffers.",
     )
     add_model(parser)
-    parser.add_argument("--n-ctx", type=at_least(1), required=True, metavar="N", help="context")
+    add_context(parser, "", required=True)
     parser.add_argument("--n-prompt", type=at_least(1), metavar="N", help=f"tokens of the prompt (N_CTX - {_ANSWER})")
-    parser.add_argument("--n-batch", type=at_least(1), default=512, metavar="N", help="tokens of a batch (512)")
-    parser.add_argument("--n-ubatch", type=at_least(1), default=512, metavar="N", help="of a micro-batch (512)")
+    for letter, name, text in (("b", "batch", "a batch"), ("ub", "ubatch", "a micro-batch")):
+        parser.add_argument(
+            f"-{letter}",
+            f"--n-{name}",
+            f"--{name}-size",
+            type=at_least(1),
+            default=512,
+            metavar="N",
+            help=f"tokens of {text} (512)",
+        )
     add_cache_options(parser)
     add_full(parser)
     parser.add_argument("--json", action="store_true", help="bytes, for programs")
@@ -311,15 +262,12 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _estimate(args: argparse.Namespace) -> int:
     config = wanted_dge(args, DGEConfig())
-    n_prompt = args.n_prompt or max(args.n_ctx - _ANSWER, args.n_ctx // 2, 1)
-    if n_prompt > args.n_ctx:
-        raise CLIError(f"--n-prompt {n_prompt} does not fit into --n-ctx {args.n_ctx}")
     path = model_path(args.model, Progress(args.verbose))
     result = estimate(
         path,
         config,
         n_ctx=args.n_ctx,
-        n_prompt=n_prompt,
+        n_prompt=args.n_prompt,
         n_batch=args.n_batch,
         n_ubatch=args.n_ubatch,
         cache=cache_settings(args),
@@ -329,7 +277,7 @@ def _estimate(args: argparse.Namespace) -> int:
         print(json.dumps({**asdict(result), **totals}, indent=1))
         return 0
     for name, value in _table(result):
-        print(f"{name:<28}{value}")
+        print(f"{name:<32}{value}")
     return 0
 
 
@@ -337,18 +285,18 @@ def _table(e: Estimate) -> Iterator[tuple[str, str]]:
     most = "at most " if e.at_most else ""
     yield "prompt", f"{e.n_prompt:,} tokens"
     if e.reason is None:
-        yield "rows", f"{e.rows:,} -> {most}{e.rows_after:,} per layer and KV head"
+        yield "entries", f"{e.rows:,} -> {most}{e.rows_after:,} per layer and KV head"
     else:
-        yield "rows", f"{e.rows:,}, nothing is cut: {e.reason}"
+        yield "entries", f"{e.rows:,}, nothing is evicted: {e.reason}"
     yield "weights", mebibytes(e.weights)
     yield f"KV cache for {e.n_ctx:,} cells", mebibytes(e.kv_full)
-    yield "KV cache before the cut", mebibytes(e.kv_peak)
-    yield "KV cache after the cut", most + mebibytes(e.kv_after)
+    yield "KV cache before the eviction", mebibytes(e.kv_peak)
+    yield "KV cache after the eviction", most + mebibytes(e.kv_after)
     if e.other:
         yield "other caches", mebibytes(e.other)
-    yield "compute before the cut", mebibytes(e.compute_peak)
-    yield "compute after the cut", most + mebibytes(e.compute_after)
+    yield "compute before the eviction", mebibytes(e.compute_peak)
+    yield "compute after the eviction", most + mebibytes(e.compute_after)
     yield "eviction buffers", mebibytes(e.dge)
-    yield "parked", f"{mebibytes(e.parked)} ({e.parked_in})"
-    yield "in memory before the cut", mebibytes(e.total_peak)
-    yield "in memory after the cut", most + mebibytes(e.total_after)
+    yield "host copy", f"{mebibytes(e.parked)} ({e.parked_in})"
+    yield "in memory before the eviction", mebibytes(e.total_peak)
+    yield "in memory after the eviction", most + mebibytes(e.total_after)
