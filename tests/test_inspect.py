@@ -59,7 +59,7 @@ def embedded(text: str) -> dict[str, Any]:
 
 
 def made_up(n: int, n_layer: int, n_head: int, budget: int, n_choices: int = 1, texts: list[str] | None = None) -> Any:
-    """A record of random choices."""
+    """A record of random selections."""
     rng = np.random.default_rng(7)
     words = [f" w{i % 997}" for i in range(n)]
     words[: len(texts or [])] = texts or []
@@ -78,7 +78,7 @@ def made_up(n: int, n_layer: int, n_head: int, budget: int, n_choices: int = 1, 
     ]
     memory = DGEMemory(1 << 20, 1 << 20, 1 << 20, 0, 1 << 20, 0, 0, n, n)
     stats = DGEStats(
-        "cut", n - 1, 1, budget, n, budget, budget, 256, n_layer, n - 2, 4096, 1024, 1024, 0.1, 0.1, 0.1, 1
+        "evicted", n - 1, 1, budget, n, budget, budget, 256, n_layer, n - 2, 4096, 1024, 1024, 0.1, 0.1, 0.1, 1
     )
     return record.Record(
         model="m.gguf",
@@ -114,7 +114,7 @@ def inspect(zoo: Zoo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cal
 # --- the record
 
 
-def test_the_cut_is_what_dge_kept_says(inspect: Callable[..., tuple[int, str, str]], zoo: Zoo) -> None:
+def test_the_eviction_is_what_dge_kept_says(inspect: Callable[..., tuple[int, str, str]], zoo: Zoo) -> None:
     status, out, err = inspect("--json", "--max-tokens", "8")
     assert status == 0, err
     data = json.loads(out)
@@ -136,18 +136,18 @@ def test_the_cut_is_what_dge_kept_says(inspect: Callable[..., tuple[int, str, st
     assert choice["window"] == [n - 4, n] and choice["n_rows"] == n + 2
     assert choice["counts"][-6:] == [sum(data["heads"])] * 6  # window and draft
     assert "".join(data["tokens"][1:n]).strip() == DOCUMENT.strip()  # the first is <s>
-    assert data["settings"]["budget"] == 16 and data["stats"]["state"] == "cut"
+    assert data["settings"]["budget"] == 16 and data["stats"]["state"] == "evicted"
     assert data["stats"]["bytes_before"] > data["stats"]["bytes_after"] > 0
     assert data["memory"]["before"]["parked"] == 0 < data["memory"]["after"]["parked"]
     assert str(Path.home()) not in out and "/" not in data["model"] + data["source"]
 
 
-def test_each_later_choice_is_recorded(inspect: Callable[..., tuple[int, str, str]]) -> None:
-    status, out, err = inspect("--json", "--max-tokens", "22", "--refresh", "5")
+def test_each_recall_is_recorded(inspect: Callable[..., tuple[int, str, str]]) -> None:
+    status, out, err = inspect("--json", "--max-tokens", "22", "--recall", "5")
     assert status == 0, err
     data = json.loads(out)
-    assert [choice["number"] for choice in data["choices"]] == list(range(data["stats"]["n_refresh"] + 1))
-    assert data["stats"]["n_refresh"] >= 3
+    assert [choice["number"] for choice in data["choices"]] == list(range(data["stats"]["n_recalls"] + 1))
+    assert data["stats"]["n_recalls"] >= 3
     for before, after in zip(data["choices"], data["choices"][1:]):
         assert after["n_rows"] == before["n_rows"] + 5
         assert after["window"] == [after["n_rows"] - 4, after["n_rows"]]
@@ -155,18 +155,18 @@ def test_each_later_choice_is_recorded(inspect: Callable[..., tuple[int, str, st
         assert len(after["kept"][0][0]) == 16
 
 
-def test_choices_are_thinned_out_but_the_last_stays(
+def test_selections_are_thinned_out_but_the_last_stays(
     inspect: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "MAX_CHOICES", 4)
-    _, out, _ = inspect("--json", "--max-tokens", "30", "--refresh", "3")
+    _, out, _ = inspect("--json", "--max-tokens", "30", "--recall", "3")
     data = json.loads(out)
     numbers = [choice["number"] for choice in data["choices"]]
-    assert numbers[0] == 0 and numbers[-1] == data["stats"]["n_refresh"] > 5
+    assert numbers[0] == 0 and numbers[-1] == data["stats"]["n_recalls"] > 5
     assert len(numbers) <= 5 and numbers == sorted(set(numbers))
 
 
-def test_a_prompt_that_is_not_cut_says_why(inspect: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_prompt_that_is_not_evicted_says_why(inspect: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     status, out, err = inspect(
         "--json", "-o", str(tmp_path / "r.html"), "--png", str(tmp_path / "r.png"), text="short"
     )  # fmt: skip
@@ -174,7 +174,7 @@ def test_a_prompt_that_is_not_cut_says_why(inspect: Callable[..., tuple[int, str
     data = json.loads(out)
     assert data["choices"] == [] and data["why_full"] == "the prompt is not longer than the budget"
     assert "not longer than the budget" in (tmp_path / "r.html").read_text(encoding="utf-8")
-    assert "nothing was cut" in err and not (tmp_path / "r.png").exists()
+    assert "nothing was evicted" in err and not (tmp_path / "r.png").exists()
 
 
 def test_texts_of_tokens_join_to_the_prompt(zoo: Zoo) -> None:
@@ -194,7 +194,7 @@ def test_positions_survive_packing(n: int, k: int) -> None:
 
 
 def test_the_page_carries_the_positions(inspect: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    _, out, _ = inspect("--json", "-o", str(tmp_path / "r.html"), "--max-tokens", "22", "--refresh", "5")
+    _, out, _ = inspect("--json", "-o", str(tmp_path / "r.html"), "--max-tokens", "22", "--recall", "5")
     wanted = json.loads(out)
     data = embedded((tmp_path / "r.html").read_text(encoding="utf-8"))
     assert data["tokens"] == wanted["tokens"] and data["heads"] == wanted["heads"]
@@ -235,7 +235,7 @@ def test_the_page_needs_nothing_else_and_escapes_everything() -> None:
 def test_a_page_of_30000_tokens_is_small() -> None:
     made = made_up(30_000, 32, 8, 1024)
     size = len(page.render(made).encode())
-    # 256 sets of 1,024 rows, a byte and a third each, and the words
+    # 256 sets of 1,024 entries, a byte and a third each, and the words
     assert size < 256 * 1024 * 1.5 + 30_000 * 12 + 60_000
     assert len(page.render(made_up(30_000, 32, 8, 15_000)).encode()) < 256 * 30_000 / 8 * 1.4 + 30_000 * 12 + 60_000
 

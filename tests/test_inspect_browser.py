@@ -114,14 +114,14 @@ def test_a_head_a_layer_and_a_choice_can_be_chosen(shown: browser.Page) -> None:
     assert "Layer 0, KV head 0" in shown.run(_READOUT)
     shown.key("ArrowRight")
     shown.key("ArrowDown")
-    assert "Layer 1, KV head 1: keeps 60 of 600 rows" in shown.run(_READOUT)
+    assert "Layer 1, KV head 1: keeps 60 of 600 entries" in shown.run(_READOUT)
     shown.key("Enter")
     assert numbers(shown.run(_READOUT)) == (201, wanted(200, only=(1, 1)), 1)
     shown.run(
         "(() => { const c = document.querySelector('#choice'); c.value = 0; c.dispatchEvent(new Event('input')) })()"
     )
     assert numbers(shown.run(_READOUT)) == (201, wanted(200, 0, only=(1, 1)), 1)
-    assert shown.run("document.querySelector('#choice-text').textContent") == "the cut"
+    assert shown.run("document.querySelector('#choice-text').textContent") == "the eviction"
     shown.run("document.querySelector('#grid td[tabindex=\"0\"]').focus()")
     shown.key("Escape")
     assert numbers(shown.run(_READOUT)) == (201, wanted(200, 0), 6)

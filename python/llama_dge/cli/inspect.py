@@ -1,4 +1,4 @@
-"""``llama-dge inspect``: which rows a cut keeps, as a page."""
+"""``llama-dge inspect``: which entries an eviction keeps, as a page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the subcommand to the parser of the program."""
     parser = commands.add_parser(
         "inspect",
-        help="which rows a cut keeps of a document, as a page",
+        help="which entries of a document are kept, as a page",
         description="Answers a question about a document and shows what was kept of it: a page that needs no network, "
         "a picture, or JSON on stdout.",
     )
@@ -109,7 +109,7 @@ def _record(
             question=args.prompt,
             config=config,
             versions=versions(),
-            # the last token of an answer is sampled but not evaluated, so it has no row
+            # the last token of an answer is sampled but not evaluated, so it has no entry
             tokens=tuple(token_texts(llm, llm._input_ids[: llm.n_tokens].tolist())),
             n_prompt=len(tokens),
             n_sinks=config.sinks if config.policy == "streamingllm" else 0,
@@ -132,14 +132,14 @@ def _report(args: argparse.Namespace, record: Record) -> None:
     show("prompt", f"{record.n_prompt:,} tokens")
     stats = record.stats
     if stats is None or not record.choices:
-        show("rows kept", f"all: {record.why_full}")
+        show("entries kept", f"all: {record.why_full}")
     else:
-        show("rows kept", f"{stats.rows_after:,} of {stats.rows_before:,} per KV head in {stats.n_layer} layers")
+        show("entries kept", f"{stats.rows_after:,} of {stats.rows_before:,} per KV head in {stats.n_layer} layers")
         if len(record.choices) > 1:
-            show("choices", f"{len(record.choices):,} of {stats.n_refresh + 1:,} recorded")
+            show("selections", f"{len(record.choices):,} of {stats.n_recalls + 1:,} recorded")
         counts = record.choices[-1].counts()
         show("tokens", f"{int((counts > 0).sum()):,} of {len(counts):,} are kept by at least one head")
     for name, path in (("page", args.output), ("picture", args.png)):
         if path is not None:
             made = name == "page" or bool(record.choices)
-            show(name, f"{path}" if made else "none, as nothing was cut")
+            show(name, f"{path}" if made else "none, as nothing was evicted")

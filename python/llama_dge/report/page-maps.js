@@ -67,7 +67,7 @@ function mark() {
 
 function tellPair(i) {
   const { layer, head } = pairs[i], figure = figures[i];
-  tell(make('b', { textContent: `Layer ${layer}, KV head ${head}` }), `: keeps ${number(figure.rows)} of ${number(choices[shown].rows)} rows, ` +
+  tell(make('b', { textContent: `Layer ${layer}, KV head ${head}` }), `: keeps ${number(figure.rows)} of ${number(choices[shown].rows)} entries, ` +
     `${percent(figure.agreement)} of them are kept by at least half of the others, mean place ${percent(figure.place)}`);
 }
 
@@ -156,7 +156,7 @@ function goMap(row, bin) {
   drawMark(true);
   const from = edge(map.bin), to = edge(map.bin + 1);
   tell(make('b', { textContent: `Layer ${data.layers[map.row]}, tokens ${number(from + 1)} to ${number(to)}` }),
-    `: ${percent(share(map.row, map.bin))} of its heads' rows are kept: `, make('code', { textContent: quoted(from, from + 24) }));
+    `: ${percent(share(map.row, map.bin))} of its heads' entries are kept: `, make('code', { textContent: quoted(from, from + 24) }));
 }
 
 function mapAt(event) {
@@ -189,10 +189,10 @@ function legend() {
 
 function tellChoice() {
   const choice = choices[shown];
-  let text = choice.number === 0 ? 'the cut' : `choice ${choice.number}, after ${choice.rows - data.nPrompt} rows of the answer`;
+  let text = choice.number === 0 ? 'the eviction' : `selection ${choice.number}, after ${choice.rows - data.nPrompt} entries of the answer`;
   if (shown > 0) {
     const [more, less] = [came, left].map(array => array.reduce((a, b) => a + b, 0));
-    text += `: ${number(more)} rows came, ${number(less)} left, of ${number(counts.reduce((a, b) => a + b, 0))}`;
+    text += `: ${number(more)} entries came, ${number(less)} left, of ${number(counts.reduce((a, b) => a + b, 0))}`;
   }
   $('choice-text').textContent = text;
   $('choice').setAttribute('aria-valuetext', text);

@@ -1,6 +1,6 @@
 'use strict';
 
-// the rows that are kept, and the text
+// the entries that are kept, and the text
 
 const $ = id => document.getElementById(id);
 const data = JSON.parse($('data').textContent);
@@ -12,7 +12,7 @@ const number = x => x.toLocaleString('en');
 const percent = x => (100 * x).toFixed(1) + ' %';
 const quoted = (from, to) => tokens.slice(from, to).map(visible).join('').slice(0, 60).trim();
 
-// ---- which rows are kept: a bit per (layer, head) pair and token, at the choice that is shown
+// ---- which entries are kept: a bit per (layer, head) pair and token, at the selection that is shown
 
 const pairs = [];
 data.layers.forEach((layer, row) => {
@@ -161,8 +161,8 @@ function tellToken(i) {
     ` ${chosen.length === pairs.length ? '(layer, head) pairs' : 'chosen pairs'}, ${percent(counts[i] / chosen.length)}`,
   ];
   if (chosen.length < pairs.length) parts.push(`; of all ${number(pairs.length)}: ${number(all)}`);
-  if (i >= choices[shown].rows) parts.push('; this choice was made before it');
-  if (came[i] || left[i]) parts.push(`; at this choice it came into ${came[i]} and left ${left[i]}`);
+  if (i >= choices[shown].rows) parts.push('; this selection was made before it');
+  if (came[i] || left[i]) parts.push(`; at this selection it came into ${came[i]} and left ${left[i]}`);
   if (layers.length) parts.push('. By layer: ' + layers.map(x => `${x[0]}: ${x[1]}/${x[2]}`).join(', '));
   tell(...parts);
 }

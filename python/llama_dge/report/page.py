@@ -93,26 +93,26 @@ def _facts(record: Record) -> Iterator[tuple[str, object]]:
         yield "question", record.question
     yield "prompt", f"{record.n_prompt:,} tokens"
     if record.why_full is not None or stats is None:
-        yield "rows kept", f"all: {record.why_full}"
+        yield "entries kept", f"all: {record.why_full}"
         return
-    yield "rows per layer and KV head", f"{stats.rows_before:,} before the cut, {stats.rows_after:,} after it"
+    yield "entries per layer and KV head", f"{stats.rows_before:,} before the eviction, {stats.rows_after:,} after it"
     yield "(layer, KV head) pairs", f"{sum(record.heads):,} in {len(record.layers)} layers"
-    yield "draft", f"{record.config.draft_tokens} tokens, {record.config.draft_tokens - 1} of them rows"
-    yield "cut", f"{stats.seconds:.3f} s"
-    if stats.n_refresh or stats.n_checks:
-        yield "chosen again", f"{stats.n_refresh:,} times, {stats.rows_moved:,} rows brought back"
+    yield "draft", f"{record.config.draft_tokens} tokens, {record.config.draft_tokens - 1} of them entries"
+    yield "eviction", f"{stats.seconds:.3f} s"
+    if stats.n_recalls or stats.n_checks:
+        yield "recalls", f"{stats.n_recalls:,}, {stats.rows_moved:,} entries moved"
 
 
 def _memory(record: Record) -> Iterator[tuple[str, object]]:
     stats = record.stats
-    if stats is not None and stats.state == "cut":
-        yield "K and V of these rows", f"{_mib(stats.bytes_before)} → {_mib(stats.bytes_after)}"
+    if stats is not None and stats.state == "evicted":
+        yield "K and V of these entries", f"{_mib(stats.bytes_before)} → {_mib(stats.bytes_after)}"
     for name, field in (
         ("cache", "kv"),
         ("other caches", "other"),
         ("buffers of the graphs", "compute"),
         ("eviction", "dge"),
-        ("parked", "parked"),
+        ("host copy", "parked"),
         ("weights", "weights"),
     ):
         before, after = (getattr(memory, field) for memory in (record.memory_before, record.memory_after))
@@ -145,11 +145,11 @@ def render(record: Record) -> str:
     settings = ((name, value) for name, value in head["settings"].items() if value is not None)
     digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
     parts = {
-        "TITLE": html.escape(f"{record.source or 'prompt'}: rows kept by {record.model}"),
+        "TITLE": html.escape(f"{record.source or 'prompt'}: entries kept by {record.model}"),
         "DIGEST": digest,
         "STYLE": style,
-        "FACTS": _table("Cut", _facts(record)),
-        "MEMORY": _table("Memory before the cut → at the end", _memory(record)),
+        "FACTS": _table("Eviction", _facts(record)),
+        "MEMORY": _table("Memory before the eviction → at the end", _memory(record)),
         "SETTINGS": _table("Settings", [*settings, *head["versions"].items()]),
         "ANSWER": html.escape(record.answer),
         "CUT": "cut" if record.choices else "full",

@@ -25,7 +25,7 @@ def require_pillow() -> Any:
 
 
 def shares(record: Record, n_bins: int) -> npt.NDArray[np.float64]:
-    """Return the share of rows that each layer's heads kept at the last choice, shape [n_layer, n_bins].
+    """Return the share of entries that each layer's heads kept at the last choice, shape [n_layer, n_bins].
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def write_png(record: Record, path: Path) -> None:
     bottom = _TOP + height
 
     pen.rectangle((_LEFT - 1, _TOP - 1, _LEFT + _WIDTH, bottom), outline=_DIM)
-    title = f"Share of heads that kept each part of the prompt: {record.model}, {n_rows:,} rows"
+    title = f"Share of heads that kept each part of the prompt: {record.model}, {n_rows:,} entries"
     pen.text((_LEFT, 18), _printable(title), fill=_INK, font=font)
     every = -(-18 // row_height)
     for row, layer in enumerate(record.layers):

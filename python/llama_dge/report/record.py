@@ -1,4 +1,4 @@
-"""Watches an answer being made, and notes which rows each choice kept."""
+"""Watches an answer being made, and notes which entries each selection kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..stats import DGEMemory, DGEStats
 
 _SEQ = 0
 VERSION = 1
-#: Choices in a record; of more, every second one is left out until it are so few. The last one always stays.
+#: Selections in a record; of more, every second one is left out until they are few enough. The last one always stays.
 MAX_CHOICES = 64
 
 Positions = npt.NDArray[np.int32]
@@ -28,18 +28,18 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Choice:
-    """Rows that the cut, or a later choice of ``refresh``, kept.
+    """Entries that the eviction, or a later selection of ``recall``, kept.
 
     Parameters
     ----------
     number
-        0 for the cut, n for the n-th choice after it.
+        0 for the eviction, n for the n-th selection after it.
     n_rows
         Tokens that could be kept: the prompt's, and those of the answer so far.
     window
         First position that always stays, and the one behind the last.
     kept
-        Positions, ascending, for each layer that is cut and each of its KV heads.
+        Positions, ascending, for each evicted layer and each of its KV heads.
     """
 
     number: int
@@ -72,13 +72,13 @@ class Record:
     answer
         The answer's text.
     layers
-        Layers that are cut.
+        Layers that are evicted.
     choices
-        The cut and the choices after it, in order; empty where nothing was cut.
+        The eviction and the selections after it, in order; empty where nothing was evicted.
     why_full
-        Why nothing was cut, or None.
+        Why nothing was evicted, or None.
     stats, memory_before, memory_after
-        At the end; before the cut and at the end.
+        At the end; before the eviction and at the end.
     """
 
     model: str
@@ -99,7 +99,7 @@ class Record:
 
     @property
     def heads(self) -> list[int]:
-        """KV heads of each layer that is cut."""
+        """KV heads of each evicted layer."""
         return [len(layer) for layer in self.choices[-1].kept] if self.choices else []
 
     def head(self) -> dict[str, Any]:
@@ -168,22 +168,22 @@ class Recorder:
         self.memory_before: DGEMemory | None = None
 
     def look(self, last: bool = False) -> None:
-        """Note a choice that is new. Call it after each token, and at the end."""
+        """Note a selection that is new. Call it after each token, and at the end."""
         if self.memory_before is None:
             self.memory_before = self._llm.dge_memory
         if not self._llm.dge_enabled or self._llm.n_tokens == 0:
             return
         stats = _native.seq_stats(self._llm.ctx, _SEQ)
         known = self.choices[-1].number if self.choices else -1
-        if stats.state != "cut" or stats.n_refresh == (known if last else self._seen):
+        if stats.state != "evicted" or stats.n_recalls == (known if last else self._seen):
             return
-        self._seen = stats.n_refresh
-        if stats.n_refresh % self._stride and not last:
+        self._seen = stats.n_recalls
+        if stats.n_recalls % self._stride and not last:
             return
         n_rows = stats.n_prompt + stats.n_draft
         self.choices.append(
             Choice(
-                number=stats.n_refresh,
+                number=stats.n_recalls,
                 n_rows=n_rows,
                 window=(max(0, stats.boundary + 1 - self._window), stats.boundary + 1),
                 kept=tuple(
