@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 
 import llama_dge
 from llama_dge import Llama
-from llama_dge.cli import _common, demo, main
+from llama_dge.cli import _common, _parser, demo, main
+from llama_dge.cli._common import CLIError
+from llama_dge.cli._options import flash_attn_flags, resolve_model
 from llama_dge.demo_text import FACTS, chronicle
 
 if TYPE_CHECKING:
@@ -65,14 +68,14 @@ def test_run(run: Callable[..., tuple[int, str, str]], model: str, document: str
     assert out == text + "\n"
 
     stats = llm.dge_stats
-    assert stats is not None and stats.state == "cut"
+    assert stats is not None and stats.state == "evicted"
     report = report_of(err)
     assert report["prompt"] == f"{stats.n_prompt} tokens"
-    assert report["rows kept"].startswith(f"71 of {stats.rows_before} per KV head in {stats.n_layer} layers, ")
-    assert report["KV rows attended"] == f"{stats.n_kv} at the end"
+    assert report["entries kept"].startswith(f"71 of {stats.rows_before} per KV head in {stats.n_layer} layers, ")
+    assert report["entries attended"] == f"{stats.n_kv} at the end"
     assert re.fullmatch(r"[\d,]+\.\d tokens/s, \d+\.\d\d s", report["prefill"])
     assert re.fullmatch(r"[\d,]+\.\d tokens/s, \d+\.\d\d s \(11 tokens\)", report["decode"])
-    assert re.fullmatch(r"score \d\.\d+ s, select \d\.\d+ s, compact \d\.\d+ s", report["cut"])
+    assert re.fullmatch(r"score \d\.\d+ s, select \d\.\d+ s, compact \d\.\d+ s", report["eviction"])
 
 
 def test_run_with_the_full_cache(run: Callable[..., tuple[int, str, str]], model: str, document: str) -> None:
@@ -81,25 +84,25 @@ def test_run_with_the_full_cache(run: Callable[..., tuple[int, str, str]], model
     text, llm = answer_of(model, DOCUMENT, 12)
     assert out == text + "\n"
     report = report_of(err)
-    assert report["rows kept"] == f"all {llm.n_tokens}: eviction is off"
-    assert "cut" not in report
+    assert report["entries kept"] == f"all {llm.n_tokens}: eviction is off"
+    assert "eviction" not in report
 
 
 @pytest.mark.parametrize(
     "options, reason",
     [
         (["--budget", "1000"], "the prompt is not longer than the budget"),
-        (["--budget", "64", "--max-tokens", "2"], "the answer ended before the cut"),
-        (["--budget", "64", "--draft-tokens", "30"], "the answer ended before the cut"),
+        (["--budget", "64", "--max-tokens", "2"], "the answer ended before the eviction"),
+        (["--budget", "64", "--draft-tokens", "30"], "the answer ended before the eviction"),
     ],
     ids=str,
 )
-def test_run_says_why_nothing_was_cut(
+def test_run_says_why_nothing_was_evicted(
     run: Callable[..., tuple[int, str, str]], model: str, document: str, options: list[str], reason: str
 ) -> None:
     status, _, err = run("run", model, "-f", document, "--max-tokens", "12", *options)
     assert status == 0
-    assert report_of(err)["rows kept"].endswith(f": {reason}")
+    assert report_of(err)["entries kept"].endswith(f": {reason}")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +115,16 @@ def test_run_says_why_nothing_was_cut(
             {"policy": "streamingllm", "budget": 40, "sinks": 2},
         ),
         (
-            ["--budget", "64", "--scores", "both", "--draft-pooling", "avg", "--pooling", "avg", "--kernel-size", "3"],
-            {"budget": 64, "scores": "both", "draft_pooling": "avg", "pooling": "avg", "kernel_size": 3},
+            ["--budget", "64", "--scores", "both", "--pooling", "avg", "--kernel-size", "3"],
+            {"budget": 64, "scores": "both", "pooling": "avg", "kernel_size": 3},
+        ),
+        (
+            ["--preset", "recall", "--budget", "0.1", "--recall-async"],
+            {"recall": 4, "budget": 0.1, "recall_async": True},
+        ),
+        (
+            ["--preset", "paper", "-k", "3", "--budget", "64", "--no-strict"],
+            {"budget": 64, "draft_tokens": 3, "scores": "draft", "pooling": "none", "strict": False},
         ),
     ],
     ids=str,
@@ -137,7 +148,7 @@ def test_run_options_become_settings(
     status, _, err = run("run", model, "-f", document, "--max-tokens", "12", *options)
     assert status == 0
     assert made[0].dge_config == llama_dge.DGEConfig(**settings)
-    assert "cut" in report_of(err)
+    assert "eviction" in report_of(err)
 
 
 def test_run_with_a_quantised_cache(run: Callable[..., tuple[int, str, str]], model: str, document: str) -> None:
@@ -148,10 +159,10 @@ def test_run_with_a_quantised_cache(run: Callable[..., tuple[int, str, str]], mo
     assert status == 0
 
     def kept_bytes(err: str) -> float:
-        return float(report_of(err)["rows kept"].split()[-2])
+        return float(report_of(err)["entries kept"].split()[-2])
 
     assert kept_bytes(q8_0) <= kept_bytes(f16)
-    assert "cut" in report_of(q8_0)
+    assert "eviction" in report_of(q8_0)
 
 
 def test_run_reads_stdin(
@@ -172,16 +183,18 @@ def test_run_samples_reproducibly(run: Callable[..., tuple[int, str, str]], mode
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--budget", "5"], "window=8: must be at most budget=5"),
+        (["--budget", "5"], "budget=5: must be at least 8"),
         (["--budget", "0"], "budget=0: must be"),
         (["--budget", "1.5"], "budget=1.5: a float is a share"),
         (["--policy", "streamingllm", "--head-budgets", "adaptive"], 'head_budgets="adaptive": needs a policy'),
         (["--kernel-size", "4"], "kernel_size=4: must be odd"),
-        (["--policy", "streamingllm", "--sinks", "1020"], "sinks=1020: "),
+        (["--policy", "streamingllm", "--sinks", "1020"], "sinks=1020"),
         (["--full", "--budget", "64", "--draft-tokens", "3"], "--full excludes --budget, --draft-tokens"),
         (["--n-ctx", "256"], "do not fit into --n-ctx 256"),
         (["--chat"], "no chat template"),
         (["-f", "/does/not/exist"], "cannot read /does/not/exist"),
+        (["--full", "--preset", "paper"], "--full excludes --preset"),
+        (["--preset", "recall", "--scores", "policy"], 'scores="policy": must be "auto" or "draft" with recall=4'),
     ],
     ids=str,
 )
@@ -231,6 +244,12 @@ def test_unknown_model(run: Callable[..., tuple[int, str, str]], command: str) -
         ["run", "m", "--temp", "nan"],
         ["run", "m", "--seed", "0"],  # llama_cpp.Llama would take it for "at random"
         ["run", "m", "--scores", "nope"],
+        ["run", "m", "--preset", "nope"],
+        ["run", "m", "-m", "m"],
+        ["run", "-p", "Who?"],
+        ["run", "m", "-fa", "maybe"],
+        ["run", "m", "-c", "-1"],
+        ["run", "m", "--park-limit", "much"],
         ["run", "m", "--policy", "nope"],
         ["run", "m", "--type-k", "q3_k"],
         ["run", "m", "--threads", "0"],
@@ -299,7 +318,7 @@ def test_demo(run: Callable[..., tuple[int, str, str]], model: str) -> None:
     status, out, _ = run("demo", model, "--budget", "64")
     assert status == 0
     lines = out.splitlines()
-    assert lines[1].startswith("Settings    snapkv, scores=draft") and "budget=64" in lines[1]
+    assert lines[1].startswith("Settings    snapkv, scores=auto") and "budget=64" in lines[1]
     assert lines[2] == f"Question    {FACTS[1].question} ..."
     # the answers of a random model are wrong
     assert lines[3].startswith("Full cache  ") and lines[3].endswith(f"[wrong: it is {FACTS[1].answer}]")
@@ -308,18 +327,18 @@ def test_demo(run: Callable[..., tuple[int, str, str]], model: str) -> None:
     table = [re.split(r"  +", line.strip()) for line in lines[7:]]
     assert table[0] == ["full cache", "eviction"]
     cells = {row[0]: row[1:] for row in table[1:]}
-    full_rows, rows = (int(cell.replace(",", "")) for cell in cells["rows per layer and KV head"])
+    full_rows, rows = (int(cell.replace(",", "")) for cell in cells["entries per layer and KV head"])
     n_prompt = len(DOCUMENT) + len(FACTS[1].question) + 3  # BOS, two newlines
     assert full_rows == n_prompt + demo.MAX_TOKENS - 1
     assert rows == 64 + demo.MAX_TOKENS - 1
-    assert {len(line) for line in lines[7:]} == {56}
+    assert {len(line) for line in lines[7:]} == {60}
 
 
 @pytest.mark.usefixtures("short_demo")
-def test_demo_that_cuts_nothing(run: Callable[..., tuple[int, str, str]], model: str) -> None:
+def test_demo_that_evicts_nothing(run: Callable[..., tuple[int, str, str]], model: str) -> None:
     status, out, err = run("demo", model, "--budget", "2000")
     assert (status, out) == (1, "")
-    assert "nothing was cut: the prompt is not longer than the budget" in err
+    assert "nothing was evicted: the prompt is not longer than the budget" in err
 
 
 def test_demo_with_too_long_a_document(run: Callable[..., tuple[int, str, str]], model: str) -> None:
@@ -331,7 +350,7 @@ def test_demo_with_too_long_a_document(run: Callable[..., tuple[int, str, str]],
 def test_demo_with_the_real_model(run: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = run("demo")
     assert status == 0
-    # the whole answer, most of it read from the rows that the cut left; the recent rows alone do not hold it
+    # the whole answer, most of it read from the kept entries; the recent entries alone do not hold it
     assert f"Full cache  {FACTS[1].answer}.    [right]" in out
     assert f"Eviction    {FACTS[1].answer}.    [right]" in out
     status, out, _ = run("demo", "--policy", "streamingllm")
@@ -359,12 +378,12 @@ def test_options_are_not_abbreviated(
     status, _, err = run(
         "run", model, "-f", document, "-k", "3", "--budget", "64", "--max-tokens", "6", "--threads", "1"
     )
-    assert status == 0 and re.search(r"\b66\b.* rows|rows.*\b66\b", err), err  # the draft's two on top
+    assert status == 0 and report_of(err)["entries kept"].startswith("66 of"), err  # with the draft's two
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(b"text", "is not a GGUF file"), (b"", "is not a GGUF file"), (b"GGUF\3\0\0\0", "is the file complete?")],
+    [(b"text", "is not a GGUF file"), (b"", "bad.gguf is empty"), (b"GGUF\3\0\0\0", "is the file complete?")],
 )
 def test_files_that_are_no_models(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, document: str, content: bytes, text: str
@@ -374,3 +393,66 @@ def test_files_that_are_no_models(
     for args in (("run", str(path), "-f", document), ("doctor", str(path)), ("compare", str(path), "-f", document)):
         status, _, err = run(*args)
         assert status == 1 and (text in err or args[0] == "doctor")
+
+
+def test_there_is_an_option_for_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for field in dataclasses.fields(llama_dge.DGEConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert f"{field.metadata['help']} ({field.default})" in text
+
+
+def parsed(*args: str) -> dict[str, Any]:
+    found = _parser().parse_args(flash_attn_flags(args))
+    resolve_model(found)
+    return {name: value for name, value in vars(found).items() if name not in ("model_option", "model_parser")}
+
+
+ANSWERS = ("run x", "chat x", "inspect x")
+MODELS = (*ANSWERS, "compare x -f d", "eval needle x --out o", "bench x", "demo x")
+
+
+@pytest.mark.parametrize(
+    "commands, theirs, ours",
+    [
+        (ANSWERS[:1], "-f d -p q", "--file d --prompt q"),
+        ((*ANSWERS, "compare x -f d", "eval needle x --out o"), "-n 9", "--max-tokens 9"),
+        ((*ANSWERS, "compare x -f d", "eval kld x -f d --out o"), "--n-predict 9", "--max-tokens 9"),
+        (ANSWERS, "--temp 1.5 -s 3", "--temp 1.5 --seed 3"),
+        ((*ANSWERS, "estimate x", "serve x"), "-c 768", "--n-ctx 768"),
+        ((*ANSWERS, "estimate x", "serve x"), "--ctx-size 0", "--n-ctx 0"),
+        ((*MODELS, "serve x"), "-t 2", "--threads 2"),
+        (("estimate x -c 0",), "-b 64 -ub 32", "--n-batch 64 --n-ubatch 32"),
+        (("estimate x -c 0",), "--batch-size 64 --ubatch-size 32", "--n-batch 64 --n-ubatch 32"),
+        (MODELS[:-1], "-fa", "--flash-attn"),
+        (MODELS[:-1], "-fa on -ctk q8_0 -ctv q8_0", "--flash-attn --type-k q8_0 --type-v q8_0"),
+        (MODELS[:-1], "--flash-attn=off --cache-type-k f32", "--no-flash-attn --type-k f32"),
+        (("estimate x -c 0", "serve x"), "-fa auto --cache-type-v q8_0", "--type-v q8_0"),
+    ],
+)
+def test_spellings_of_llama_cpp(commands: tuple[str, ...], theirs: str, ours: str) -> None:
+    for command in commands:
+        assert parsed(*command.split(), *theirs.split()) == parsed(*command.split(), *ours.split())
+        # the model as well, wherever it stands
+        before, after = command.split(" x")
+        assert parsed(*before.split(), *theirs.split(), *after.split(), "-m", "x") == parsed(
+            *command.split(), *ours.split()
+        )
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "inspect"])
+def test_the_model_has_a_context_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, model: str, document: str, command: str
+) -> None:
+    asked: list[int] = []
+
+    def load(path: Path, progress: Any, *, n_ctx: int, **settings: Any) -> None:
+        asked.append(n_ctx)
+        raise CLIError("it is a test")
+
+    monkeypatch.setattr(sys.modules[f"llama_dge.cli.{command}"], "load", load)
+    assert main([command, model, "-f", document, "-c", "0", *(["--json"] if command == "inspect" else [])]) == 1
+    llm = Llama(model, n_ctx=0, verbose=False)
+    assert asked == [llm.n_ctx()]

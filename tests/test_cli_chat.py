@@ -63,7 +63,7 @@ def numbers(text: str) -> list[int]:
     return [int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", text)]
 
 
-def test_three_turns_restore_what_was_cut(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_three_turns_restore_what_was_evicted(run: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = run(asks=("Who?", "/stats", "And when?", "/stats", "Where?", "/stats"))
     assert status == 0
     turns = tables(out)
@@ -72,15 +72,15 @@ def test_three_turns_restore_what_was_cut(run: Callable[..., tuple[int, str, str
     assert prompts[0][0] == prompts[0][1] > 580
     before = 0
     for turn, (n_prompt, n_evaluated) in zip(turns, prompts):
-        assert numbers(turn["rows kept"])[:2] == [71, n_prompt + 7]
-        assert numbers(turn["rows parked"]) == [n_prompt + 7]
-        (restored,) = numbers(turn["rows restored"])
+        assert numbers(turn["entries kept"])[:2] == [71, n_prompt + 7]
+        assert numbers(turn["entries parked"]) == [n_prompt + 7]
+        (restored,) = numbers(turn["entries restored"])
         assert (restored > 0) == (before > 0) and restored + n_evaluated >= n_prompt
         if before:
             assert restored >= before and n_evaluated < 0.15 * n_prompt
         before = n_prompt
         assert float(turn["KV cache"].split()[0]) < 0.2 * float(turn["KV cache"].split()[3])
-        assert turn["parked"].endswith("(ram)") and float(turn["parked"].split()[0]) > 0
+        assert turn["host copy"].endswith("(ram)") and float(turn["host copy"].split()[0]) > 0
 
 
 def test_answers_equal_those_of_the_class(run: Callable[..., tuple[int, str, str]], model: str) -> None:
@@ -92,7 +92,7 @@ def test_answers_equal_those_of_the_class(run: Callable[..., tuple[int, str, str
         reply = llm.create_chat_completion(messages, max_tokens=12, temperature=0.0)["choices"][0]
         messages.append({"role": "assistant", "content": reply["message"]["content"]})
     assert out == "".join(m["content"] + "\n" for m in messages if m["role"] == "assistant")
-    assert "the model has no chat template, that of Llama 2 is taken" in err
+    assert "the model has no chat template, so Llama 2's is used" in err
     assert err.count("[--max-tokens 12]") == 2
 
 
@@ -239,13 +239,13 @@ def test_context_that_is_full(run: Callable[..., tuple[int, str, str]], monkeypa
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\n" + "x" * 200 + "\nWhen?\n/stats\n"))
     status, out, err = run("--n-ctx", "700")
     assert status == 0 and "does not fit into --n-ctx 768" in err
-    assert len(tables(out)) == 1 and numbers(tables(out)[0]["rows restored"])[0] > 580
+    assert len(tables(out)) == 1 and numbers(tables(out)[0]["entries restored"])[0] > 580
     assert "[--n-ctx 768 is full]" in run("--n-ctx", "700", "--max-tokens", "500", asks=("Who?",))[2]
 
 
 def test_full_cache(run: Callable[..., tuple[int, str, str]]) -> None:
     status, out, _ = run("--n-ctx", "1024", asks=("/stats",))
-    assert status == 0 and tables(out)[0]["rows kept"].endswith("nothing was asked yet")
+    assert status == 0 and tables(out)[0]["entries kept"].endswith("nothing was asked yet")
     status, _, err = run("--full", asks=("Who?",))
     assert status == 1 and "--full excludes --budget" in err
 
@@ -255,15 +255,15 @@ def test_options_of_the_park(run: Callable[..., tuple[int, str, str]], tmp_path:
     folder.mkdir()
     _, out, _ = run("--park", "disk", "--park-dir", str(folder), "--no-elastic", asks=("Who?", "When?", "/stats"))
     (table,) = tables(out)
-    assert table["parked"].endswith("(disk)") and numbers(table["rows restored"])[0] > 580
+    assert table["host copy"].endswith("(disk)") and numbers(table["entries restored"])[0] > 580
     assert table["KV cache"].split()[0] == table["KV cache"].split()[3]
     assert list(folder.iterdir()) == []
     _, out, _ = run("--new-turn", "reprefill", asks=("Who?", "When?", "/stats"))
     (table,) = tables(out)
-    assert numbers(table["rows restored"]) == [0] and table["parked"] == "0.0 MiB (off)"
-    with pytest.warns(RuntimeWarning, match="the cut failed"):
+    assert numbers(table["entries restored"]) == [0] and table["host copy"] == "0.0 MiB (off)"
+    with pytest.warns(RuntimeWarning, match="failed"):
         status, out, _ = run("--park-limit", "1000", asks=("Who?", "/stats"))
-    assert status == 0 and "could not be parked" in tables(out)[0]["rows kept"]
+    assert status == 0 and "the host copy could not be made" in tables(out)[0]["entries kept"]
 
 
 @pytest.mark.parametrize(
@@ -309,4 +309,4 @@ def test_a_real_conversation(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert len(turns) == 3 and numbers(turns[0]["prompt"])[0] > 3500
     for turn in turns[1:]:
         n_prompt, n_evaluated = numbers(turn["prompt"])
-        assert numbers(turn["rows restored"])[0] > 3500 and n_evaluated < 0.05 * n_prompt
+        assert numbers(turn["entries restored"])[0] > 3500 and n_evaluated < 0.05 * n_prompt

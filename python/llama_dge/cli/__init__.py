@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,8 @@ from ..models import ModelError
 from . import bench, chat, compare, demo, doctor, estimate, inspect, models, plot, run, serve
 from . import eval as evaluation
 from ._common import CLIError
+from ._options import flash_attn_flags, resolve_model
+from ._terminal import discard_output, replace_characters, written_out
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,8 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     int
         Exit status: 0 success, 1 failure, 2 wrong arguments, 130 interrupted.
     """
-    parser = _parser()
-    args = parser.parse_args(argv)
+    replace_characters()
+    try:
+        with written_out():
+            return _run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:
+        pass  # the reader of a pipe has enough
+    except OSError as error:
+        print(f"llama-dge: error: {error}", file=sys.stderr)
+    discard_output()
+    return 1
+
+
+def _run(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(flash_attn_flags(argv))
+    resolve_model(args)
     if args.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
@@ -57,7 +71,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # the reader of a pipe went away; keep the interpreter from writing to it again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1

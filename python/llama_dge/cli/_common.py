@@ -52,13 +52,14 @@ class Progress:
 
 
 def read_text(path: str) -> str:
-    """Read a file, or stdin where it is "-"; raises CLIError."""
+    """Read a file, or stdin where it is "-"; raises CLIError, also where there is nothing in it."""
     try:
-        if path == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
-        return Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8") if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CLIError(f"cannot read {path}: {error}") from error
+    if not text.strip():
+        raise CLIError(f"{'stdin' if path == '-' else path} is empty: a document is expected")
+    return text
 
 
 def model_path(name_or_path: str, progress: Progress, manifest: Path | None = None) -> Path:
@@ -73,8 +74,8 @@ def load(path: Path, progress: Progress, make: Callable[..., Llama] | None = Non
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("always")
-            # contexts are as large as they have to be here, and the commands tell why nothing was cut
-            warnings.filterwarnings("ignore", message="llama_dge: .*nothing will be cut")
+            # contexts are as large as they have to be here, and the commands say why nothing was evicted
+            warnings.filterwarnings("ignore", message="llama_dge: budget=.* is not less than n_ctx")
             return (make or Llama)(str(path), verbose=False, **kwargs)
     except (ValueError, _native.DGEError) as error:
         raise CLIError(_why_not(path, error)) from error
@@ -88,9 +89,12 @@ def _why_not(path: Path, error: Exception) -> str:
         return str(error)
     try:
         with open(path, "rb") as file:
-            is_gguf = file.read(4) == b"GGUF"
+            start = file.read(4)
     except OSError as problem:
         return f"cannot read {path}: {problem}"
+    if not start:
+        return f"{path} is empty: a GGUF file is expected"
+    is_gguf = start == b"GGUF"
     return f"{path}: llama.cpp cannot load it; is the file complete?" if is_gguf else f"{path} is not a GGUF file"
 
 
@@ -102,6 +106,13 @@ def load_vocabulary(path: Path) -> LlamaModel:
         return LlamaModel(path_model=str(path), params=params, verbose=False)
     except ValueError as error:
         raise CLIError(_why_not(path, error)) from error
+
+
+def trained_context(vocabulary: LlamaModel) -> int | None:
+    """Return the tokens that a model was trained for, None where its file does not say."""
+    metadata = vocabulary.metadata()
+    found = metadata.get(f"{metadata.get('general.architecture')}.context_length")
+    return None if found is None else int(found)
 
 
 def tokenize(vocabulary: LlamaModel, text: str, add_bos: bool | None = None) -> list[int]:
@@ -118,8 +129,9 @@ def tokenize(vocabulary: LlamaModel, text: str, add_bos: bool | None = None) -> 
 class Answer:
     """An answer, in one piece per token, and what it took.
 
-    Seconds are wall-clock time, `decode_seconds` without the cut. `n_decoded` does not count the first token, which
-    the prefill gives. `n_rows` are per layer and KV head, `n_kv` those that attention reads; both at the end.
+    Seconds are wall-clock time, `decode_seconds` without the eviction. `n_decoded` does not count the first token,
+    which the prefill gives. `n_rows` are entries per layer and KV head, `n_kv` those that attention reads; both at the
+    end.
     """
 
     pieces: tuple[str, ...]
@@ -148,18 +160,18 @@ class Answer:
 
     @property
     def why_full(self) -> str:
-        """Why nothing was cut."""
+        """Why nothing was evicted."""
         return why_full(self.stats)
 
 
 def why_full(stats: DGEStats | None) -> str:
-    """Why nothing was cut."""
+    """Return why nothing was evicted."""
     if stats is None:
         return "eviction is off"
     if stats.error is not None:
         return stats.error
     if stats.state == "armed":
-        return "the answer ended before the cut"
+        return "the answer ended before the eviction"
     return "the prompt is not longer than the budget"
 
 
@@ -227,15 +239,15 @@ def answer(
         progress.clear()
 
     stats = llm.dge_stats
-    # without eviction: every row, and llama.cpp lets attention read whole multiples of 256 cells
+    # without eviction: every entry, and llama.cpp lets attention read whole multiples of 256 cells
     n_kv = min(-(-llm.n_tokens // 256) * 256, llm.n_ctx())
-    cut_seconds = stats.seconds if stats is not None else 0.0
+    eviction_seconds = stats.seconds if stats is not None else 0.0
     return Answer(
         pieces=tuple(pieces),
         n_prompt=len(tokens),
         n_decoded=n_yielded - 1,
         prefill_seconds=first - start,
-        decode_seconds=last - first - cut_seconds,
+        decode_seconds=last - first - eviction_seconds,
         n_rows=stats.rows if stats is not None else llm.n_tokens,
         n_kv=stats.n_kv if stats is not None else n_kv,
         stats=stats,

@@ -14,7 +14,7 @@ from .. import _native
 from ..llama import Llama
 from ._common import CLIError, Progress
 
-_SLOW = 1.0  # seconds after which a prefill is told about
+_SLOW = 1.0  # seconds after which progress of a prefill is shown
 
 
 class Interrupt:
@@ -51,7 +51,7 @@ class Turn:
     n_evaluated: int = 0  # of the prompt; the others were in the cache, or were restored
     n_tokens: int = 0  # of the answer
     seconds_prompt: float = 0.0  # until the first token, restore included
-    seconds_answer: float = 0.0  # from the first token on, the cut included
+    seconds_answer: float = 0.0  # from the first token on, the eviction included
 
 
 class ChatLlama(Llama):

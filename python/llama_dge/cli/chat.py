@@ -19,19 +19,21 @@ from ._common import (
     model_path,
     read_text,
     tokenize,
+    trained_context,
     why_full,
 )
 from ._conversation import ChatLlama, Conversation
 from ._options import (
     add_answer_options,
     add_cache_options,
+    add_context,
     add_dge_options,
     add_full,
     add_model,
     add_threads,
     add_verbose,
-    at_least,
     context_settings,
+    context_size,
     temperature,
     wanted_dge,
 )
@@ -39,7 +41,7 @@ from ._options import (
 _ROOM = 4096  # tokens that questions and answers get beside the document
 
 _HELP = """\
-/stats            rows, bytes and seconds of the last answer
+/stats            entries, bytes and seconds of the last answer
 /regenerate [T]   the last answer once more, at temperature T
 /undo             forget the last question and its answer
 /reset            forget all of them, but not the document
@@ -62,9 +64,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
         "-p", "--prompt", metavar="QUESTION", action="append", help="question or command; repeat it for more, then exit"
     )
     add_answer_options(parser)
-    parser.add_argument(
-        "--n-ctx", type=at_least(1), metavar="N", help=f"context (the document and {_ROOM}, if trained for as much)"
-    )
+    add_context(parser, f"the document and {_ROOM}, if trained for as much")
     add_cache_options(parser)
     add_threads(parser)
     add_full(parser)
@@ -82,14 +82,12 @@ def _chat(args: argparse.Namespace) -> int:
     path = model_path(args.model, progress)
     vocabulary = load_vocabulary(path)
     n_document = len(tokenize(vocabulary, document or ""))
-    metadata = vocabulary.metadata()
-    # a vocabulary alone does not tell it otherwise
-    n_trained = int(metadata.get(f"{metadata.get('general.architecture')}.context_length", _ROOM))
-    n_ctx = args.n_ctx or min(-(-(n_document + _ROOM) // 256) * 256, n_trained)
+    n_trained = trained_context(vocabulary) or _ROOM
+    n_ctx = context_size(args.n_ctx, min(-(-(n_document + _ROOM) // 256) * 256, n_trained), vocabulary)
     if n_document >= n_ctx:
         raise CLIError(f"the document has {n_document} tokens and does not fit into --n-ctx {n_ctx}")
-    if "tokenizer.chat_template" not in metadata:
-        print("llama-dge chat: the model has no chat template, that of Llama 2 is taken", file=sys.stderr)
+    if "tokenizer.chat_template" not in vocabulary.metadata():
+        print("llama-dge chat: the model has no chat template, so Llama 2's is used", file=sys.stderr)
     if n_ctx > n_trained:
         print(f"llama-dge chat: the model was trained for {n_trained} tokens, not {n_ctx}", file=sys.stderr)
 
@@ -177,19 +175,19 @@ def _stats(llm: ChatLlama) -> Iterator[tuple[str, str]]:
     """Describe the last answer and the memory that is in use."""
     turn, stats, memory = llm.turn, llm.dge_stats, llm.dge_memory
     restored = stats.seconds_restore if stats is not None and stats.rows_restored > 0 else 0.0
-    cut = stats.seconds if stats is not None else 0.0
+    eviction = stats.seconds if stats is not None else 0.0
 
     yield "prompt", f"{turn.n_prompt:,} tokens, {turn.n_evaluated:,} of them evaluated"
-    if stats is not None and stats.state == "cut":
-        yield "rows kept", f"{stats.rows_after:,} of {stats.rows_before:,} per KV head in {stats.n_layer} layers"
+    if stats is not None and stats.state == "evicted":
+        yield "entries kept", f"{stats.rows_after:,} of {stats.rows_before:,} per KV head in {stats.n_layer} layers"
     else:
-        yield "rows kept", f"all {llm.n_tokens:,}: {_why_full(llm)}"
+        yield "entries kept", f"all {llm.n_tokens:,}: {_why_full(llm)}"
     if stats is not None:
-        yield "rows parked", f"{stats.rows_parked:,}"
-        yield "rows restored", f"{stats.rows_restored:,}"
+        yield "entries parked", f"{stats.rows_parked:,}"
+        yield "entries restored", f"{stats.rows_restored:,}"
     yield "KV cache", f"{mebibytes(memory.kv)} of {mebibytes(memory.kv_max)} at --n-ctx {llm.n_ctx()}"
     where = f" ({llm.dge_config.parks})" if llm.dge_config is not None else ""
-    yield "parked", f"{mebibytes(memory.parked)}{where}"
+    yield "host copy", f"{mebibytes(memory.parked)}{where}"
     if memory.other:
         yield "other caches", mebibytes(memory.other)
     yield "compute buffers", mebibytes(memory.compute)
@@ -197,8 +195,8 @@ def _stats(llm: ChatLlama) -> Iterator[tuple[str, str]]:
     yield "weights", mebibytes(memory.weights)
     yield "prefill", _speed(turn.n_evaluated, max(turn.seconds_prompt - restored, 0.0))
     yield "restore", f"{restored:.4f} s"
-    yield "cut", f"{cut:.4f} s"
-    yield "answer", _speed(max(turn.n_tokens - 1, 0), max(turn.seconds_answer - cut, 0.0))
+    yield "eviction", f"{eviction:.4f} s"
+    yield "answer", _speed(max(turn.n_tokens - 1, 0), max(turn.seconds_answer - eviction, 0.0))
 
 
 def _why_full(llm: Llama) -> str:

@@ -12,8 +12,7 @@ from ._common import Answer, CLIError, Progress, answer, load, mebibytes, model_
 from ._options import add_dge_options, add_model, add_threads, add_verbose, dge_config, given_dge_options
 
 MODEL = "smollm2-135m"
-# With the paper's two draft tokens and no pooling this small model loses most of the facts, at any of these budgets.
-DEFAULT = DGEConfig(budget=256, draft_tokens=4, draft_pooling="max")
+DEFAULT = DGEConfig(budget=256, draft_tokens=4)
 N_CTX = 4096
 MAX_TOKENS = 24
 
@@ -51,26 +50,26 @@ def _demo(args: argparse.Namespace) -> int:
             raise CLIError(f"this model's {len(tokens)} tokens do not fit into {N_CTX}")
         results.append(answer(llm, tokens, max_tokens=MAX_TOKENS, progress=progress))
         llm.close()
-    full, cut = results
-    if cut.stats is None or cut.stats.state != "cut":
-        raise CLIError(f"nothing was cut: {cut.why_full}")
+    full, evicted = results
+    if evicted.stats is None or evicted.stats.state != "evicted":
+        raise CLIError(f"nothing was evicted: {evicted.why_full}")
 
     print(f"Document    {full.n_prompt:,} tokens, the chronicle of an invented town; {path.name}")
     print(f"Settings    {_describe(config)}")
     print(f"Question    {fact.question} ...")
-    for label, result in (("Full cache", full), ("Eviction", cut)):
+    for label, result in (("Full cache", full), ("Eviction", evicted)):
         right = result.text.strip().lower().startswith(fact.answer.lower())
         print(f"{label:<12}{_first_sentence(result.text)}    [{'right' if right else f'wrong: it is {fact.answer}'}]")
-    draft = "".join(cut.pieces[: config.draft_tokens]).strip()
+    draft = "".join(evicted.pieces[: config.draft_tokens]).strip()
     print(f"            the first {config.draft_tokens} tokens come from the full cache in any case: {draft}")
     print()
-    _print_table(full, cut, cut.stats)
+    _print_table(full, evicted, evicted.stats)
     return 0
 
 
 def _describe(config: DGEConfig) -> str:
-    text = f"{config.policy}, scores={config.scores}, draft_pooling={config.draft_pooling}, budget={config.budget}"
-    return f"{text}, draft_tokens={config.draft_tokens}, window={config.window}"
+    names = ("scores", "pooling", "budget", "draft_tokens", "window", "recall")
+    return ", ".join([str(config.policy), *(f"{name}={getattr(config, name)}" for name in names)])
 
 
 def _first_sentence(text: str) -> str:
@@ -79,16 +78,16 @@ def _first_sentence(text: str) -> str:
     return line if end < 0 else line[: end + 1]
 
 
-def _print_table(full: Answer, cut: Answer, stats: DGEStats) -> None:
+def _print_table(full: Answer, evicted: Answer, stats: DGEStats) -> None:
     row_bytes = stats.bytes_after / stats.rows_after
     rows = [
         ("", "full cache", "eviction"),
-        ("rows per layer and KV head", f"{full.n_rows:,}", f"{cut.n_rows:,}"),
-        ("KV rows attended", f"{full.n_kv:,}", f"{cut.n_kv:,}"),
-        ("K and V", mebibytes(full.n_rows * row_bytes), mebibytes(cut.n_rows * row_bytes)),
-        ("prefill, tokens/s", f"{full.prefill_speed:,.1f}", f"{cut.prefill_speed:,.1f}"),
-        ("decode, tokens/s", f"{full.decode_speed:,.1f}", f"{cut.decode_speed:,.1f}"),
-        ("the cut, seconds", "-", f"{stats.seconds:.3f}"),
+        ("entries per layer and KV head", f"{full.n_rows:,}", f"{evicted.n_rows:,}"),
+        ("entries attended", f"{full.n_kv:,}", f"{evicted.n_kv:,}"),
+        ("K and V", mebibytes(full.n_rows * row_bytes), mebibytes(evicted.n_rows * row_bytes)),
+        ("prefill, tokens/s", f"{full.prefill_speed:,.1f}", f"{evicted.prefill_speed:,.1f}"),
+        ("decode, tokens/s", f"{full.decode_speed:,.1f}", f"{evicted.decode_speed:,.1f}"),
+        ("eviction, seconds", "-", f"{stats.seconds:.3f}"),
     ]
     for name, left, right in rows:
-        print(f"{name:<28}{left:>14}{right:>14}")
+        print(f"{name:<32}{left:>14}{right:>14}")

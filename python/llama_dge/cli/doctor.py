@@ -1,4 +1,4 @@
-"""``llama-dge doctor``: what is installed, and whether a model can be cut."""
+"""``llama-dge doctor``: what is installed, and whether a model is supported."""
 
 from __future__ import annotations
 

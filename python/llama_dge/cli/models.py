@@ -30,8 +30,11 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
+    models = read_manifest(args.manifest)
+    if not models:
+        raise CLIError(f"{args.manifest} lists no models")
     rows = [("name", "architecture", "context", "size", "licence", "package")]
-    for model in read_manifest(args.manifest).values():
+    for model in models.values():
         packages = f"{model.package} {model.version}" + (f" ({model.parts} parts)" if model.parts > 1 else "")
         size = f"{model.size / 1e6:,.0f} MB"
         rows.append((model.name, model.architecture, f"{model.context:,}", size, model.licence, packages))

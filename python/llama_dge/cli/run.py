@@ -71,24 +71,24 @@ def _report(result: Answer) -> None:
 
     stats = result.stats
     show("prompt", f"{result.n_prompt:,} tokens")
-    if stats is not None and stats.state == "cut":
-        rows = f"{stats.rows_after:,} of {stats.rows_before:,} per KV head in {stats.n_layer} layers"
-        show("rows kept", f"{rows}, {mebibytes(stats.bytes_before)} -> {mebibytes(stats.bytes_after)}")
+    if stats is not None and stats.state == "evicted":
+        entries = f"{stats.rows_after:,} of {stats.rows_before:,} per KV head in {stats.n_layer} layers"
+        show("entries kept", f"{entries}, {mebibytes(stats.bytes_before)} -> {mebibytes(stats.bytes_after)}")
     else:
-        show("rows kept", f"all {result.n_rows:,}: {result.why_full}")
-    show("KV rows attended", f"{result.n_kv:,} at the end")
+        show("entries kept", f"all {result.n_rows:,}: {result.why_full}")
+    show("entries attended", f"{result.n_kv:,} at the end")
     show("prefill", f"{result.prefill_speed:,.1f} tokens/s, {result.prefill_seconds:.2f} s")
     speed = f"{result.decode_speed:,.1f} tokens/s, {result.decode_seconds:.2f} s" if result.n_decoded else "none"
     show("decode", f"{speed} ({result.n_decoded:,} tokens)")
-    if stats is not None and stats.state == "cut":
+    if stats is not None and stats.state == "evicted":
         show(
-            "cut",
+            "eviction",
             f"score {stats.seconds_score:.4f} s, select {stats.seconds_select:.4f} s, "
             f"compact {stats.seconds_compact:.4f} s",
         )
-        if stats.n_refresh or stats.n_checks:
-            looks = f" after {stats.n_checks:,} looks" if stats.n_checks else ""
-            rows = f"{stats.rows_moved:,} rows brought back"
-            show("chosen again", f"{stats.n_refresh:,} times{looks}, {rows}, {stats.seconds_refresh:.2f} s")
+        if stats.n_recalls or stats.n_checks:
+            checks = f" in {stats.n_checks:,} checks" if stats.n_checks else ""
+            moved = f"{stats.rows_moved:,} entries moved"
+            show("recalls", f"{stats.n_recalls:,}{checks}, {moved}, {stats.seconds_recall:.2f} s")
         if stats.bytes_parked:
-            show("parked", f"{stats.rows_parked:,} rows, {mebibytes(stats.bytes_parked)}")
+            show("host copy", f"{stats.rows_parked:,} entries, {mebibytes(stats.bytes_parked)}")

@@ -16,6 +16,7 @@ from ._options import (
     CACHE_TYPES,
     UNQUANTISED,
     add_cache_options,
+    add_context,
     add_dge_options,
     add_model,
     add_threads,
@@ -46,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--port", type=at_least(0), metavar="N", help="port (8000); 0 takes a free one")
     parser.add_argument("--api-key", metavar="KEY", help="key that every request has to have")
     parser.add_argument("--alias", metavar="NAME", help="name of the model for clients (MODEL)")
-    parser.add_argument("--n-ctx", type=at_least(1), metavar="N", help="context of prompt and answer (2048)")
+    add_context(parser, "2048")
     add_cache_options(parser)
     parser.set_defaults(type_k=None, type_v=None)  # whatever the environment or --set says
     add_threads(parser)
