@@ -312,7 +312,7 @@ def table(result: Mapping[str, Any]) -> str:
         out += [*_memory(one), ""]
     out += [
         "One process per arm. before, after: the eviction. draft: the k - 1 tokens before it. score, select and",
-        f"compact: its parts by dge_stats; from outside: {SETTLE + 1} steps in and after it, less what they take later.",
+        f"compact: its parts by dge_stats; from outside: {SETTLE + 1} steps in and after it, less their later price.",
         "fresh: a prompt of as many tokens as the budget, on the full cache. cache: buffers of K and V.",
         *_builds(result),
     ]
