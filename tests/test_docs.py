@@ -13,7 +13,7 @@ import pytest
 from llama_dge import DGEConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "patches" / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
 
 
 def readme() -> str:
@@ -42,8 +42,10 @@ def test_files_and_targets_that_are_named_exist(page: Path) -> None:
     for target in re.findall(r"\bmake ([a-z][a-z-]*)", text):
         assert target in targets, target
     # `NAME` is a place holder
-    for path in re.findall(r"`((?:native|tests|python|scripts|requirements|patches|docs)/[\w./-]+)`", text):
+    for path in re.findall(r"`((?:native|tests|python|scripts|requirements|patches|docs|models)/[\w./-]+)`", text):
         assert "NAME" in path or (ROOT / path).exists(), path
+    for name in re.findall(r"`(test_\w+\.py)`", text):
+        assert (ROOT / "tests" / name).exists(), name
 
 
 @pytest.mark.model
