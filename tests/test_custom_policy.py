@@ -54,19 +54,19 @@ def reference_of(zoo: Zoo, n_tokens: int) -> Reference:
 
 
 @pytest.mark.parametrize("scores", ["draft", "policy", "both"])
-@pytest.mark.parametrize("draft_pooling", ["none", "avg"])
-def test_callback_gets_the_scores(zoo: Zoo, new_context: ContextFactory, scores: str, draft_pooling: str) -> None:
+@pytest.mark.parametrize("pooling", ["none", "avg"])
+def test_callback_gets_the_scores(zoo: Zoo, new_context: ContextFactory, scores: str, pooling: str) -> None:
     """One call per layer, with the scores as the settings make them, and how many rows the budget allows."""
-    s = Settings(budget=40, draft_tokens=3, scores=scores, draft_pooling=draft_pooling)
+    s = Settings(budget=40, draft_tokens=3, scores=scores, pooling=pooling)
     calls: Calls = []
 
     def select(il: int, n: int, of_layer: Any, rows: Any, n_rows: Any) -> int:
         calls.append((il, n, of_layer.copy()))
         return write([top_positions(row, n).tolist() for row in of_layer], rows, n_rows)
 
-    context = new_context("g2", **F32, dge={**s.as_params(), "policy": "custom", "select": select})
+    context = new_context("g2", **F32, dge={**s.as_params(), "policy": None, "select": select})
     run(context)
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
     reference = reference_of(zoo, N_PROMPT + N_DRAFT)
     assert [(il, n) for il, n, _ in calls] == [(il, N_CAP) for il in range(3)]
     for (_, _, got), q, k in zip(calls, reference.q, reference.k):
@@ -86,7 +86,7 @@ def test_callback_may_choose_any_rows(zoo: Zoo, new_context: ContextFactory) -> 
     def select(il: int, _n: int, _scores: Any, rows: Any, n_rows: Any) -> int:
         return write(chosen[il], rows, n_rows)
 
-    context = new_context("g2", **F32, dge={**SNAPKV.as_params(), "policy": "custom", "select": select})
+    context = new_context("g2", **F32, dge={**SNAPKV.as_params(), "policy": None, "select": select})
     got = run(context)[N_DRAFT:]
     kept = context.kept()
     rest = list(range(N_PAST, N_PROMPT + N_DRAFT))
@@ -126,13 +126,12 @@ BAD = ["status", "too many", "negative count", "descending", "twice", "negative"
 @pytest.mark.parametrize("what", BAD)
 def test_callback_that_fails(new_context: ContextFactory, what: str) -> None:
     """The sequence is as it was before, and goes on as without eviction; the next prompt may be cut."""
-    dge = {**SNAPKV.as_params(), "policy": "custom"}
-    context = new_context("g2", dge={**dge, "select": bad(what)})
+    context = new_context("g2", dge={**SNAPKV.as_params(), "policy": None, "select": bad(what)})
     plain = new_context("g2")
     with driver.captured_log() as lines:
         got = run(context)
     info = context.info()
-    assert info["state"] == driver.STATE_FULL and info["error"] == driver.ERR_CALLBACK and info["n_cuts"] == 0
+    assert info["state"] == driver.STATE_FULL and info["error"] == driver.ERR_CALLBACK and info["n_evictions"] == 0
     assert info["n_rows"] == len(TOKENS)
     assert any("full cache" in line for line in lines)
     plain.decode(TOKENS[:N_PROMPT])
@@ -141,24 +140,24 @@ def test_callback_that_fails(new_context: ContextFactory, what: str) -> None:
     context.clear()
     assert context.enable(**SNAPKV.as_params()) == driver.OK
     run(context)
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["error"] == driver.OK
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["error"] == driver.OK
 
 
 def test_cut_on_demand_that_fails(new_context: ContextFactory) -> None:
-    context = new_context("g2", dge={**SNAPKV.as_params(), "policy": "custom", "select": bad("status")})
+    context = new_context("g2", dge={**SNAPKV.as_params(), "policy": None, "select": bad("status")})
     context.decode(TOKENS[:N_PROMPT])
     before = context.seq_state()
-    assert context.cut() == driver.ERR_CALLBACK
+    assert context.evict() == driver.ERR_CALLBACK
     assert context.seq_state() == before and context.info()["state"] == driver.STATE_FULL
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"policy": "custom"},
+        {"policy": None},
         {"policy": "snapkv", "select": bad("status")},
-        {"policy": "custom", "select": bad("status"), "head_budgets": "adaptive"},
-        {"policy": "custom", "select": bad("status"), "head_budgets": "table", "table": [[40, 40]] * 3},
+        {"select": bad("status"), "head_budgets": "adaptive"},
+        {"select": bad("status"), "head_budgets": "table", "table": [[40, 40]] * 3},
         {"policy": "streamingllm", "head_budgets": "adaptive"},
         {"head_budgets": "table"},
         {"table": [[40, 40]] * 3},
@@ -171,7 +170,7 @@ def test_cut_on_demand_that_fails(new_context: ContextFactory) -> None:
         {"head_budgets": -1},
         {"layer_budgets": 2},
         {"layer_budgets": -1},
-        {"policy": 5},
+        {"policy": "custom"},
     ],
     ids=lambda s: "-".join(f"{k}={'f' if callable(v) else v}" for k, v in s.items()),
 )
@@ -244,7 +243,7 @@ def test_object_with_snapkv_rule_is_snapkv(new_llm: Callable[..., Any], scores: 
     # a copy: what the policy does to it, also later, changes nothing
     policy.calls[0][2][:] = np.nan
     assert greedy(llm) == greedy(snapkv)
-    assert llm.dge_stats.n_cuts == 2
+    assert llm.dge_stats.n_evictions == 2
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.asarray, lambda rows: np.asarray(rows, dtype=np.uint8)])
@@ -256,7 +255,7 @@ def test_rows_of_any_kind_and_order(new_llm: Callable[..., Any], kind: Any) -> N
     rest = list(range(N_PAST, N_PROMPT + N_DRAFT))
     assert kept_of(llm) == [[[*sorted(rows), *rest] for rows in heads] for heads in chosen]
     stats = llm.dge_stats
-    assert stats.state == "cut" and stats.error is None
+    assert stats.state == "evicted" and stats.error is None
     assert caps_of([[list(range(n)) for n in heads] for heads in stats.rows_by_head], 8 + N_DRAFT) == [
         [len(rows) for rows in heads] for heads in chosen
     ]
@@ -298,7 +297,7 @@ def test_object_that_fails(new_llm: Callable[..., Any], name: str) -> None:
         answer = greedy(llm)
     assert len(seen) == 1
     stats = llm.dge_stats
-    assert stats.state == "full" and stats.n_cuts == 0 and stats.rows == llm.n_tokens
+    assert stats.state == "full" and stats.n_evictions == 0 and stats.rows == llm.n_tokens
     assert "policy" in stats.error
     assert answer == greedy(new_llm(None))
     # every prompt anew, but no second warning
@@ -317,7 +316,7 @@ def test_object_that_fails_once(new_llm: Callable[..., Any]) -> None:
     policy.choice = None
     fresh = new_llm(config(Policy()))
     assert greedy(llm, 20, TOKENS[5:125]) == greedy(fresh, 20, TOKENS[5:125])
-    assert llm.dge_stats.state == "cut" and llm.dge_stats.error is None
+    assert llm.dge_stats.state == "evicted" and llm.dge_stats.error is None
     assert kept_of(llm) == kept_of(fresh)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,28 @@ def test_llama_cpp_imported_first_with_another_library(tmp_path: Path) -> None:
     assert str(other) in message
 
 
+@pytest.mark.parametrize("second", ["from llama_dge import Llama", "    import llama_dge, json"])
+def test_the_line_to_move_is_named(tmp_path: Path, second: str) -> None:
+    """As isort arranges them: llama_cpp comes first."""
+    other = LIBRARY.with_name(LIBRARY.name.replace("llama", "ggml-base"))
+    fake = fake_llama_cpp(tmp_path, f"_lib = ctypes.CDLL({str(other)!r})")
+    program = tmp_path / "program.py"
+    program.write_text(f"import json\nif True:\n    from llama_cpp import llama_cpp\nif True:\n    {second.strip()}\n")
+    message = fails_to_import(f"import runpy; runpy.run_path({str(program)!r})", fake)
+    line = f"move line 5 of {program} ({second.strip()}) before line 3 (from llama_cpp import llama_cpp)"
+    assert line in message
+
+
+def test_the_import_to_move_where_a_module_imported_llama_cpp(tmp_path: Path) -> None:
+    other = LIBRARY.with_name(LIBRARY.name.replace("llama", "ggml-base"))
+    fake = fake_llama_cpp(tmp_path, f"_lib = ctypes.CDLL({str(other)!r})")
+    (tmp_path / "library_of_somebody.py").write_text("import llama_cpp\n")
+    program = tmp_path / "program.py"
+    program.write_text("import library_of_somebody\nimport llama_dge\n")
+    message = fails_to_import(f"import runpy; runpy.run_path({str(program)!r})", fake)
+    assert f"move line 2 of {program} (import llama_dge) to the program's first lines, before what imports" in message
+
+
 def test_stock_library_in_our_folder(tmp_path: Path) -> None:
     other = LIBRARY.with_name(LIBRARY.name.replace("llama", "ggml-base"))
     fake = fake_llama_cpp(tmp_path, f"_lib = ctypes.CDLL({str(other)!r})")
@@ -92,10 +115,24 @@ def test_stock_library_in_our_folder(tmp_path: Path) -> None:
 
 
 def test_library_of_another_abi(tmp_path: Path) -> None:
-    library = "class _lib:\n    _name = 'libother.so'\n    def llama_dge_abi_version(): return 99"
+    shutil.copy(LIBRARY.with_name(_library.API_FILE), tmp_path)
+    name = str(tmp_path / "libother.so")
+    library = (
+        f"class _lib:\n    _name = {name!r}\n    class llama_dge_abi_version:\n        def __new__(cls): return 99"
+    )
     message = fails_to_import("import llama_dge", fake_llama_cpp(tmp_path, library))
     assert "libother.so has ABI version 99" in message
-    assert f"needs {_library.ABI_VERSION}" in message
+    assert f"describes {_library.ABI_VERSION}" in message
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"constants": {}}'])
+def test_library_without_its_description(tmp_path: Path, text: str | None) -> None:
+    name = str(tmp_path / "libother.so")
+    library = f"class _lib:\n    _name = {name!r}\n    def llama_dge_abi_version(): return 99"
+    if text is not None:
+        (tmp_path / _library.API_FILE).write_text(text)
+    message = fails_to_import("import llama_dge", fake_llama_cpp(tmp_path, library))
+    assert _library.API_FILE in message and "Install llama-dge again" in message
 
 
 def test_library_is_missing(tmp_path: Path) -> None:

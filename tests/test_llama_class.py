@@ -109,7 +109,7 @@ def test_streaming_equals_not_streaming(new_llm: LlamaFactory) -> None:
     stream = llm.create_completion(PROMPT, max_tokens=40, temperature=0.0, stream=True)
     chunks = [chunk["choices"][0]["text"] for chunk in stream]
     assert "".join(chunks) == whole and len(chunks) >= 40
-    assert_cut(llm, 150, 40, n_cuts=2)
+    assert_cut(llm, 150, 40, n_evictions=2)
     assert text_of(llm, PROMPT, 40) == whole
 
 
@@ -120,18 +120,18 @@ def test_chat(new_llm: LlamaFactory) -> None:
     ]
     llm = new_llm(SETTINGS)
     whole = llm.create_chat_completion(messages, max_tokens=30, temperature=0.0)
-    assert llm.dge_stats.state == "cut"
+    assert llm.dge_stats.state == "evicted"
     parts = llm.create_chat_completion(messages, max_tokens=30, temperature=0.0, stream=True)
     text = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
     assert text == whole["choices"][0]["message"]["content"] and len(text) == 30
-    assert llm.dge_stats.state == "cut" and llm.dge_stats.n_cuts == 2
+    assert llm.dge_stats.state == "evicted" and llm.dge_stats.n_evictions == 2
 
 
 @pytest.mark.parametrize("n_prompt", [20, 31, 32])
 def test_prompt_within_the_budget(new_llm: LlamaFactory, n_prompt: int) -> None:
     llm, full = new_llm(SETTINGS), new_llm()
     assert greedy(llm, PROMPT[:n_prompt], 60) == greedy(full, PROMPT[:n_prompt], 60)
-    assert llm.dge_stats.state == "full" and llm.dge_stats.n_cuts == 0 and llm.dge_stats.error is None
+    assert llm.dge_stats.state == "full" and llm.dge_stats.n_evictions == 0 and llm.dge_stats.error is None
     assert llm.dge_stats.rows == llm.n_tokens == n_prompt + 59
 
 
@@ -140,12 +140,12 @@ def test_answer_that_ends_inside_the_draft(new_llm: LlamaFactory, max_tokens: in
     llm, full = new_llm(SETTINGS), new_llm()
     text = text_of(llm, PROMPT, max_tokens)
     assert text[:3] == text_of(full, PROMPT, max_tokens)[:3] and len(text) == max_tokens
-    assert llm.dge_stats.n_cuts == int(cut)
+    assert llm.dge_stats.n_evictions == int(cut)
     assert llm.dge_stats.rows == (150 if not cut else 32) + max_tokens - 1
     # what comes next is not affected
     for prompt in (PROMPT, tokens_of(120, 9)):
         assert greedy(llm, prompt, 30) == greedy(new_llm(SETTINGS), prompt, 30)
-        assert llm.dge_stats.state == "cut"
+        assert llm.dge_stats.state == "evicted"
 
 
 def test_stop_string_inside_the_draft(new_llm: LlamaFactory) -> None:
@@ -154,7 +154,7 @@ def test_stop_string_inside_the_draft(new_llm: LlamaFactory) -> None:
     first = text_of(llm, PROMPT, 1)
     llm.reset()
     assert text_of(llm, PROMPT, 20, stop=[first]) == ""
-    assert llm.dge_stats.n_cuts == 0
+    assert llm.dge_stats.n_evictions == 0
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 20])
@@ -164,7 +164,7 @@ def test_the_same_prompt_again(new_llm: LlamaFactory, n: int) -> None:
     for _ in range(3):
         assert greedy(llm, PROMPT, n) == want[:n]
     assert greedy(llm, PROMPT, 30) == want
-    assert_cut(llm, 150, 30, n_cuts=(3 if n > 3 else 0) + 1)
+    assert_cut(llm, 150, 30, n_evictions=(3 if n > 3 else 0) + 1)
 
 
 def test_fifty_requests_are_all_cut(new_llm: LlamaFactory) -> None:
@@ -173,7 +173,7 @@ def test_fifty_requests_are_all_cut(new_llm: LlamaFactory) -> None:
     for i in range(50):
         prompt = tokens_of(int(rng.integers(33, 300)), i)
         answer = greedy(llm, prompt, 6)
-        assert_cut(llm, len(prompt), 6, n_cuts=i + 1)
+        assert_cut(llm, len(prompt), 6, n_evictions=i + 1)
         if i % 7 == 0:
             assert answer == greedy(new_llm(SETTINGS, n_ctx=512, n_batch=100), prompt, 6)
 
@@ -230,7 +230,7 @@ def test_nothing_is_printed(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> None
     llm = Llama(str(zoo["g2"].path), dge=SETTINGS, n_ctx=512, n_threads=1, verbose=False)
     for prompt in (PROMPT, tokens_of(120, 9)):
         greedy(llm, prompt, 10)
-        assert llm.dge_stats.state == "cut"
+        assert llm.dge_stats.state == "evicted"
     llm.reset()
     llm.close()
     captured = capfd.readouterr()
@@ -272,7 +272,7 @@ def test_state_after_a_cut(new_llm: LlamaFactory) -> None:
         other.load_state(state)
         assert other.n_tokens == 164
         assert [*start, *greedy(other, so_far, 25)] == want
-        assert other.dge_stats.state == "cut" and other.dge_stats.n_prompt == 150
+        assert other.dge_stats.state == "evicted" and other.dge_stats.n_prompt == 150
         assert other.dge_stats.rows == 32 + 39
         assert other.dge_kept(1, 1).tolist() == llm.dge_kept(1, 1).tolist()
 
@@ -373,7 +373,7 @@ def test_prompt_lookup_after_a_cut(new_llm: LlamaFactory, dge: dict[str, Any] | 
     assert answer == greedy(plain, prompt, 200)
     assert lookup.n_proposed > 0 and n_decodes[0] < 200 - 10
     if dge:
-        assert llm.dge_stats.state == "cut" and llm.dge_stats.rows_after == 32 + dge["draft_tokens"] - 1
+        assert llm.dge_stats.state == "evicted" and llm.dge_stats.rows_after == 32 + dge["draft_tokens"] - 1
         assert greedy(llm, PROMPT, 20) == greedy(new_llm(dge, **settings), PROMPT, 20)
 
 
@@ -405,7 +405,7 @@ def test_echo_and_suffix_of_prompt_text(new_llm: LlamaFactory) -> None:
     llm = new_llm(SETTINGS)
     text = text_of(llm, prompt, 20, echo=True)
     assert text.startswith(prompt) and len(text) == len(prompt) + 20
-    assert llm.dge_stats.state == "cut" and llm.dge_stats.n_prompt == 1 + len(prompt)
+    assert llm.dge_stats.state == "evicted" and llm.dge_stats.n_prompt == 1 + len(prompt)
     tokens = llm.tokenize(prompt.encode())
     assert tokens[1] == token_of("I") == N_SPECIAL + ord("I")
 
@@ -416,7 +416,7 @@ def test_ram_cache(new_llm: LlamaFactory) -> None:
     prompts = [PROMPT, tokens_of(120, 9), PROMPT[:25], [*PROMPT[:25], *tokens_of(90, 10)], PROMPT]
     for prompt in prompts:
         assert text_of(llm, prompt, 20) == text_of(new_llm(SETTINGS), prompt, 20)
-        assert llm.dge_stats.state == ("cut" if len(prompt) > 32 else "full")
+        assert llm.dge_stats.state == ("evicted" if len(prompt) > 32 else "full")
 
 
 def test_from_pretrained_gives_our_class(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -449,7 +449,7 @@ def test_stock_class_on_a_cut_cache(new_llm: LlamaFactory) -> None:
     params.budget = 32
     assert lib.llama_dge_enable(stock.ctx, params) == 0
     greedy(stock, PROMPT, 3)
-    assert lib.llama_dge_seq_cut(stock.ctx, 0) == 0
+    assert lib.llama_dge_seq_evict(stock.ctx, 0) == 0
     for prompt in (PROMPT, [*PROMPT[:100], *tokens_of(40, 7)]):
         assert greedy(stock, prompt, 20) == greedy(fresh, prompt, 20)
 

@@ -40,7 +40,7 @@ def test_new_turn_reprefill_equals_a_fresh_instance(new_llm: Instances) -> None:
     llm = new_llm(dge)
     prompt = second_turn(greedy(llm, PROMPT, 25))
     assert greedy(llm, prompt, 30) == greedy(new_llm(dge), prompt, 30)
-    assert_cut(llm, len(prompt), 30, dge, n_cuts=2)
+    assert_cut(llm, len(prompt), 30, dge, n_evictions=2)
 
 
 def test_new_turn_append_goes_on_with_the_cut_cache(zoo: Zoo, new_llm: Instances) -> None:
@@ -52,7 +52,7 @@ def test_new_turn_append_goes_on_with_the_cut_cache(zoo: Zoo, new_llm: Instances
     second = greedy(llm, prompt, 30)
     assert sizes[0] == 21 and sum(sizes) == 21 + 29  # the last token of the answer, the new text, the new answer
     stats = llm.dge_stats
-    assert stats.state == "cut" and stats.n_cuts == 1 and stats.n_prompt == 150
+    assert stats.state == "evicted" and stats.n_evictions == 1 and stats.n_prompt == 150
     assert stats.rows == 32 + 25 + 20 + 29
 
     reference = Reference(zoo["g2"].weights, "f16", "f16")
@@ -77,7 +77,7 @@ def test_prompt_that_parts_below_the_boundary(new_llm: Instances, new_turn: str,
     sizes = evaluated(llm)
     assert greedy(llm, other, 30) == greedy(new_llm(dge), other, 30)
     assert sizes[0] == len(other)
-    assert_cut(llm, len(other), 30, dge, n_cuts=2)
+    assert_cut(llm, len(other), 30, dge, n_evictions=2)
 
 
 @pytest.mark.parametrize("new_turn", ["append", "reprefill"])
@@ -91,9 +91,9 @@ def test_prompt_that_parts_in_the_answer(new_llm: Instances, new_turn: str) -> N
     got = greedy(llm, other, 30)
     if new_turn == "reprefill":
         assert got == greedy(new_llm(dge), other, 30) and sizes[0] == len(other)
-        assert_cut(llm, len(other), 30, dge, n_cuts=2)
+        assert_cut(llm, len(other), 30, dge, n_evictions=2)
     else:
-        assert sizes[0] == 11 and llm.dge_stats.n_cuts == 1
+        assert sizes[0] == 11 and llm.dge_stats.n_evictions == 1
         assert llm.dge_stats.rows == 32 + 10 + 11 + 29
 
 
@@ -103,7 +103,7 @@ def test_shorter_prompt_after_a_cut(new_llm: Instances) -> None:
         llm = new_llm(dge)
         for n in (150, 149, 60, 20, 1, 150):
             assert greedy(llm, PROMPT[:n], 12) == greedy(new_llm(dge), PROMPT[:n], 12), (new_turn, n)
-            assert llm.dge_stats.state == ("cut" if n > 32 else "full")
+            assert llm.dge_stats.state == ("evicted" if n > 32 else "full")
 
 
 # interruptions
@@ -162,7 +162,7 @@ def test_failed_decode(new_llm: Instances, at: int) -> None:
     llm._ctx.decode = decode
     assert llm.dge_stats is None
     assert greedy(llm, PROMPT, 20) == want
-    assert_cut(llm, 150, 20, n_cuts=2 if at > 4 else 1)  # the first cut is made in decode 4
+    assert_cut(llm, 150, 20, n_evictions=2 if at > 4 else 1)  # the first cut is made in decode 4
 
 
 @pytest.mark.parametrize("at", [0, 3, 4, 8])
@@ -180,7 +180,7 @@ def test_aborted_decode(new_llm: Instances, at: int) -> None:
     go_on = llama_cpp.llama_cpp.ggml_abort_callback(0)
     llama_cpp.llama_set_abort_callback(llm.ctx, go_on, None)
     assert greedy(llm, PROMPT, 20) == want
-    assert llm.dge_stats.state == "cut"
+    assert llm.dge_stats.state == "evicted"
 
 
 def test_generator_left_unfinished(new_llm: Instances) -> None:

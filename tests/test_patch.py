@@ -19,15 +19,15 @@ import llama_dge
 undo = llama_dge.patch_llama_cpp()
 import llama_cpp, llama_cpp.llama
 from llama_cpp import Llama
-assert llama_dge.Llama.__mro__[2].__module__ == "llama_cpp.llama"
+assert llama_dge.Llama.__mro__[1].__module__ == "llama_cpp.llama"
 assert Llama is llama_cpp.llama.Llama is llama_dge.Llama
 again = llama_dge.patch_llama_cpp()
 assert llama_cpp.Llama is llama_dge.Llama
 undo()
-assert llama_cpp.Llama is llama_cpp.llama.Llama is llama_dge.Llama.__mro__[2]
+assert llama_cpp.Llama is llama_cpp.llama.Llama is llama_dge.Llama.__mro__[1]
 assert llama_cpp.Llama is not llama_dge.Llama
 again(); undo()
-assert llama_cpp.Llama is llama_dge.Llama.__mro__[2]
+assert llama_cpp.Llama is llama_dge.Llama.__mro__[1]
 """)
     assert done.returncode == 0, done.stderr
 
@@ -47,7 +47,7 @@ print(pickle.loads(pickle.dumps(llm)).dge_config.budget)
 """,
         str(path),
     )
-    assert done.stdout.split() == ["llama_dge.llama", "cut", "33", "32"], done.stderr
+    assert done.stdout.split() == ["llama_dge.llama", "evicted", "33", "32"], done.stderr
 
 
 def test_refuses_where_a_module_has_the_stock_class(tmp_path: Path) -> None:

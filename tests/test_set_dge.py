@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
@@ -45,7 +45,7 @@ def test_a_prompt_that_was_read_while_eviction_was_off(new_llm: Instances, start
     greedy(llm, prompt, n_answered)
     llm.set_dge(CUT)
     assert greedy(llm, prompt, 25) == greedy(new_llm(CUT), prompt, 25)
-    assert_cut(llm, len(prompt), 25, n_cuts=llm.dge_stats.n_cuts)
+    assert_cut(llm, len(prompt), 25, n_evictions=llm.dge_stats.n_evictions)
 
 
 @pytest.mark.parametrize("new_turn", ["restore", "reprefill"])
@@ -55,7 +55,7 @@ def test_other_settings_cut_anew_where_an_answer_goes_on(new_llm: Instances, new
     prompt = [*PROMPT, *greedy(llm, PROMPT, 20)]
     llm.set_dge(settings)
     assert greedy(llm, prompt, 25) == greedy(new_llm(settings), prompt, 25)
-    assert_cut(llm, len(prompt), 25, settings, n_cuts=2)
+    assert_cut(llm, len(prompt), 25, settings, n_evictions=2)
 
     # the same settings, as another object: one answer in two calls
     llm = new_llm(settings)
@@ -63,7 +63,7 @@ def test_other_settings_cut_anew_where_an_answer_goes_on(new_llm: Instances, new
     first = greedy(llm, PROMPT, 20)
     llm.set_dge(dict(settings))
     assert first + greedy(llm, [*PROMPT, *first], 20) == whole
-    assert llm.dge_stats.n_cuts == 1
+    assert llm.dge_stats.n_evictions == 1
 
 
 def test_evict_and_a_state_leave_a_cut_that_goes_on(new_llm: Instances) -> None:
@@ -80,7 +80,7 @@ def test_evict_and_a_state_leave_a_cut_that_goes_on(new_llm: Instances) -> None:
     assert llm.evict()
     llm.set_dge(FEWER)
     assert greedy(llm, PROMPT, 20) == greedy(new_llm(FEWER), PROMPT, 20)
-    assert_cut(llm, len(PROMPT), 20, FEWER, n_cuts=2)
+    assert_cut(llm, len(PROMPT), 20, FEWER, n_evictions=2)
 
 
 def test_settings_that_do_not_fit_the_model_are_an_error_even_if_not_strict(new_llm: Instances) -> None:
@@ -127,36 +127,6 @@ def test_set_cache_before_eviction_is_on(new_llm: Instances) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda llm: llm.dge_memory,
-        lambda llm: llm.dge_layers,
-        lambda llm: llm.dge_kept(0, 0),
-        lambda llm: llm.set_dge({"budget": 64}),
-        lambda llm: llm.eval(PROMPT),
-        lambda llm: greedy(llm, PROMPT, 2),
-        lambda llm: llm.create_completion(PROMPT, max_tokens=2),
-        lambda llm: llm("text", max_tokens=2),
-        lambda llm: llm.create_chat_completion([{"role": "user", "content": "text"}], max_tokens=2),
-        lambda llm: llm.save_state(),
-        lambda llm: llm.load_state(llm.of_before),
-    ],
-)
-def test_after_close_there_are_errors(new_llm: Instances, use: Callable[[Any], object]) -> None:
-    llm = new_llm(CUT)
-    greedy(llm, PROMPT, 20)
-    llm.of_before = llm.save_state()
-    llm.close()
-    with pytest.raises(Exception, match="closed"):
-        use(llm)
-    with pytest.raises(RuntimeError, match="evict"):
-        llm.evict()
-    assert not llm.dge_enabled and llm.dge_stats is None
-    llm.reset()
-    llm.close()
-
-
 class Interrupted:
     """A policy that is interrupted while it chooses."""
 
@@ -177,7 +147,7 @@ def test_an_interrupt_in_a_policy_is_not_lost(new_llm: Instances) -> None:
         greedy(llm, PROMPT, 20)
     assert llm.n_tokens == 0
     assert greedy(llm, PROMPT, 20) == greedy(new_llm({**CUT, "policy": policy}), PROMPT, 20)
-    assert llm.dge_stats.state == "cut"
+    assert llm.dge_stats.state == "evicted"
 
     policy.n_left = 1
     llm.reset()
@@ -189,14 +159,14 @@ def test_an_interrupt_in_a_policy_is_not_lost(new_llm: Instances) -> None:
 
 
 def test_stats_from_another_thread(new_llm: Instances) -> None:
-    llm = new_llm({**CUT, "refresh": 1})
+    llm = new_llm({**CUT, "recall": 1})
     done, errors = threading.Event(), []
 
     def look() -> None:
         while not done.is_set():
             try:
                 stats = llm.dge_stats
-                if stats is not None and stats.state == "cut":
+                if stats is not None and stats.state == "evicted":
                     assert stats.rows_by_head
             except Exception as error:  # the rows of a layer were counted in the middle of a cut
                 errors.append(error)
@@ -217,20 +187,20 @@ def test_stats_from_another_thread(new_llm: Instances) -> None:
 
 
 def test_settings_outside_of_dge(new_llm: Instances) -> None:
-    for name in ("budget", "refresh", "policy", "DGE", "Dge_config"):
+    for name in ("budget", "recall", "policy", "DGE", "Dge_config"):
         with pytest.raises(TypeError, match=f"unknown parameter {name}; settings go into dge"):
             new_llm(**{name: 64})
 
 
 @pytest.mark.filterwarnings("always")
 def test_a_budget_that_no_prompt_can_be_longer_than(new_llm: Instances) -> None:
-    with pytest.warns(RuntimeWarning, match="budget=1024 is not less than n_ctx=1024: nothing will be cut"):
+    with pytest.warns(RuntimeWarning, match="budget=1024 is not less than n_ctx=1024: nothing will be evicted"):
         new_llm(True, n_ctx=1024)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         new_llm({"budget": 1023}, n_ctx=1024)
         new_llm({"budget": 1.0}, n_ctx=1024)
-        new_llm({"budget": 4096, "refresh": 4}, n_ctx=1024)
+        new_llm({"budget": 4096, "recall": 4}, n_ctx=1024)
 
 
 def test_a_folder_that_is_not_there(new_llm: Instances) -> None:
@@ -242,8 +212,8 @@ def test_a_folder_that_is_not_there(new_llm: Instances) -> None:
 
 def test_kept_positions_where_nothing_was_cut(new_llm: Instances) -> None:
     llm = new_llm(CUT)
-    for _ in range(2):
-        with pytest.raises(DGEError, match=r'nothing was cut \(dge_stats.state: "full"\)'):
+    for state in ("empty", "full"):
+        with pytest.raises(DGEError, match=rf'nothing was evicted \(dge_stats.state: "{state}"\)'):
             llm.dge_kept(0, 0)
         greedy(llm, PROMPT[:20], 5)
 
@@ -260,7 +230,7 @@ def test_stats_are_not_kept_waiting_by_a_request(new_llm: Instances) -> None:
 
     processors = llama_cpp.LogitsProcessorList([look])
     llm.create_completion(PROMPT, max_tokens=8, temperature=0.0, logits_processor=processors)
-    assert len(seen) == 8 and seen[-1].state == "cut"
+    assert len(seen) == 8 and seen[-1].state == "evicted"
 
 
 def test_a_decode_that_failed_while_eviction_was_off(new_llm: Instances, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,13 +250,13 @@ def test_a_decode_that_failed_while_eviction_was_off(new_llm: Instances, monkeyp
     assert llm.n_tokens == 128
     llm.set_dge(CUT)
     assert greedy(llm, PROMPT, 20) == greedy(new_llm(CUT), PROMPT, 20)
-    assert llm.dge_stats.state == "cut"
+    assert llm.dge_stats.state == "evicted"
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_warning_that_is_an_error_leaves_settings_that_are_in_force(new_llm: Instances) -> None:
     llm = new_llm(CUT)
-    with pytest.raises(RuntimeWarning, match="nothing will be cut"):
+    with pytest.raises(RuntimeWarning, match="nothing will be evicted"):
         llm.set_dge({"budget": 4096})
     assert llm.dge_config.budget == 4096
     greedy(llm, PROMPT, 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import pickle
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,7 @@ def answers_right(llm: Any, fresh: Any) -> None:
     prompt = tokens_of(120, 9)
     assert greedy(llm, prompt, 20) == greedy(fresh, prompt, 20)
     if llm.dge_enabled:
-        assert llm.dge_stats.state == "cut" and llm.dge_stats.n_prompt == 120
+        assert llm.dge_stats.state == "evicted" and llm.dge_stats.n_prompt == 120
 
 
 # kind: (settings, tokens of the prompt, tokens drawn before the state is saved, state then)
@@ -47,13 +48,13 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "within the budget": (SETTINGS, 25, 4, "full"),
     "before the draft": (SETTINGS, 150, 1, "armed"),
     "in the draft": (SETTINGS, 150, 3, "armed"),
-    "just cut": (SETTINGS, 150, 4, "cut"),
-    "cut": (SETTINGS, 150, 15, "cut"),
-    "recalled": ({**SETTINGS, "refresh": 4}, 150, 15, "cut"),
-    "recalled by a thread": ({**SETTINGS, "refresh": 4, "refresh_overlap": True}, 150, 15, "cut"),
-    "recalled, auto": ({**SETTINGS, "refresh": "auto"}, 150, 15, "cut"),
-    "uneven": ({**SETTINGS, "head_budgets": "adaptive"}, 150, 15, "cut"),
-    "appended": ({**SETTINGS, "new_turn": "append"}, 150, 15, "cut"),
+    "just cut": (SETTINGS, 150, 4, "evicted"),
+    "evicted": (SETTINGS, 150, 15, "evicted"),
+    "recalled": ({**SETTINGS, "recall": 4}, 150, 15, "evicted"),
+    "recalled by a thread": ({**SETTINGS, "recall": 4, "recall_async": True}, 150, 15, "evicted"),
+    "recalled, auto": ({**SETTINGS, "recall": "auto"}, 150, 15, "evicted"),
+    "uneven": ({**SETTINGS, "head_budgets": "adaptive"}, 150, 15, "evicted"),
+    "appended": ({**SETTINGS, "new_turn": "append"}, 150, 15, "evicted"),
 }
 
 
@@ -77,30 +78,48 @@ def test_a_state_goes_on_anywhere(new_llm: Instances, kind: str, flash_attn: boo
     greedy(busy, tokens_of(222, 5), 9)
     answers = []
     for other in (llm, new_llm(dge, **settings), busy, busy):
-        other.load_state(state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "llama_dge: recall=.*has no host copy")
+            other.load_state(state)
         assert other.n_tokens == state.n_tokens
         loaded = other.dge_stats
-        assert loaded.state == ("cut" if name == "cut" else "full")
+        assert loaded.state == ("evicted" if name == "evicted" else "full")
         assert (loaded.rows, loaded.boundary) == (saved.rows, saved.boundary)
         assert loaded.rows_parked == 0
         sizes = evaluated(other)
         answers.append(greedy(other, so_far, 25))
         # a cut state goes on with the next token; another one may need the queries of its window again
-        assert sizes[0] == 1 if name == "cut" else sizes[0] <= 12
+        assert sizes[0] == 1 if name == "evicted" else sizes[0] <= 12
         del other._ctx.decode
     assert all(answer == answers[0] for answer in answers)
 
-    if name != "cut":
+    if name != "evicted":
         assert answers[0] == greedy(new_llm(dge, **settings), so_far, 25)
-    elif "refresh" in dge:
+    elif "recall" in dge:
         # nothing can be recalled from a state: it goes on as a cut that was made once
-        assert saved.n_refresh > 0 and other.dge_stats.n_refresh == 0
+        assert saved.n_recalls > 0 and other.dge_stats.n_recalls == 0
         assert other.dge_stats.rows == saved.rows + 25
     else:
         twin = new_llm(dge, **settings)
         assert [*start, *answers[0]] == greedy(twin, prompt, n_drawn + 25)
         assert other.dge_kept(1, 1).tolist() == twin.dge_kept(1, 1).tolist()
     answers_right(busy, new_llm(dge, **settings))
+
+
+def test_a_state_that_cannot_be_recalled_says_so_once(new_llm: Instances) -> None:
+    dge = {**SETTINGS, "recall": 4}
+    llm = new_llm(dge)
+    greedy(llm, PROMPT, 2)
+    full = llm.save_state()
+    greedy(llm, PROMPT, 15)
+    state = llm.save_state()
+    other = new_llm(dge)
+    other.load_state(full)  # nothing was evicted, so nothing is missing
+    with pytest.warns(RuntimeWarning, match="recall=4: a saved state has no host copy") as seen:
+        other.load_state(state)
+    assert seen[0].filename == __file__
+    other.load_state(state)
+    new_llm(SETTINGS).load_state(state)  # without recall none is expected
 
 
 def test_a_cut_state_is_smaller(new_llm: Instances) -> None:
@@ -127,7 +146,7 @@ def test_every_damage_is_seen(new_llm: Instances, cut: bool) -> None:
     llm.reset()
     greedy(llm, PROMPT, 15 if cut else 1)
     state = llm.save_state()
-    assert state.dge["cut"] == cut
+    assert state.dge["evicted"] == cut
     data = state.llama_state
     rng = np.random.default_rng(1)
     places = {*range(0, 700, 3), *rng.integers(0, len(data), 400).tolist(), len(data) - 1}
@@ -213,7 +232,7 @@ def test_a_state_of_something_else_is_refused(
         llm.eval(tokens_of(303, 8))
     assert llm.n_tokens == 303
     state = llm.save_state()
-    assert state.dge["cut"] == cut
+    assert state.dge["evicted"] == cut
     other = new_llm(SETTINGS, path, **settings)
     greedy(other, tokens_of(90, 4), 10)
     with pytest.raises(RuntimeError, match=reason):
@@ -221,7 +240,7 @@ def test_a_state_of_something_else_is_refused(
     assert other.n_tokens == 0 and other.dge_stats is None
     prompt = tokens_of(80, 9)
     assert greedy(other, prompt, 20) == greedy(new_llm(SETTINGS, path, **settings), prompt, 20)
-    assert other.dge_stats.state == "cut"
+    assert other.dge_stats.state == "evicted"
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -292,7 +311,7 @@ class Ram(llama_cpp.LlamaRAMCache):
         self.stored.append(value)
 
 
-@pytest.mark.parametrize("dge", [SETTINGS, {**SETTINGS, "refresh": 4}, {**SETTINGS, "new_turn": "append"}], ids=str)
+@pytest.mark.parametrize("dge", [SETTINGS, {**SETTINGS, "recall": 4}, {**SETTINGS, "new_turn": "append"}], ids=str)
 @pytest.mark.parametrize("kind", ["ram", "small ram", "disk"])
 def test_caches_with_several_chats(new_llm: Instances, tmp_path: Path, dge: dict[str, Any], kind: str) -> None:
     """Chats take turns on one instance. Each answer is that of an instance which has no cache for states."""
@@ -313,9 +332,9 @@ def test_caches_with_several_chats(new_llm: Instances, tmp_path: Path, dge: dict
             assert texts[0] == texts[1], (turn, i)
             assert llm.dge_stats.state == plain.dge_stats.state
             if i != 1:
-                assert llm.dge_stats.state == "cut"
+                assert llm.dge_stats.state == "evicted"
             chats[i] = [*chat, *llm.tokenize(texts[0].encode(), add_bos=False), *tokens_of(5, 10 * turn + i)]
-    assert len(cache.stored) >= 2 and not any(state.dge["cut"] for state in cache.stored)
+    assert len(cache.stored) >= 2 and not any(state.dge["evicted"] for state in cache.stored)
 
 
 def test_a_cache_of_another_model_is_refused(new_llm: Instances, zoo: Zoo, tmp_path: Path) -> None:
@@ -379,7 +398,7 @@ def test_file_of_a_cut_sequence(new_context: ContextFactory, tmp_path: Path, who
     tokens, kept, want = cut_file(new_context, path, whole)
     context = new_context("g2", dge=PARAMS)
     assert load_file(context, path, None if whole else 0) == tokens[:165]
-    assert as_lists(context.kept()) == kept and context.info()["state"] == driver.STATE_CUT
+    assert as_lists(context.kept()) == kept and context.info()["state"] == driver.STATE_EVICTED
     assert np.array_equal(decode_each(context, tokens[165:200]), want)
     off = new_context("g2")
     assert load_file(off, path, None if whole else 0) is None
@@ -447,4 +466,4 @@ def test_damaged_file(new_context: ContextFactory, tmp_path: Path, whole: bool) 
     for each in (context, fresh):
         prefill_and_arm(each, tokens[:150])
     assert np.array_equal(decode_each(context, tokens[150:180]), decode_each(fresh, tokens[150:180]))
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED

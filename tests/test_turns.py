@@ -102,8 +102,8 @@ def test_a_turn_continues_as_if_nothing_had_been_cut(
     n_kept = len(prompt) - sizes[0]
     other, want = never_cut(new_llm, dge, [*PROMPT, *answer][:n_kept], prompt, 30)
     assert got == want
-    assert stats.state == "cut" and stats.n_cuts == 2 and stats.n_prompt == len(prompt)
-    assert stats.rows == BUDGET + 29 and other.dge_stats.n_cuts == 1
+    assert stats.state == "evicted" and stats.n_evictions == 2 and stats.n_prompt == len(prompt)
+    assert stats.rows == BUDGET + 29 and other.dge_stats.n_evictions == 1
     for layer in llm.dge_layers:
         for head in range(2):
             assert llm.dge_kept(layer, head).tolist() == other.dge_kept(layer, head).tolist()
@@ -121,7 +121,7 @@ def test_many_turns(new_llm: LlamaFactory, policy: str) -> None:
     for turn in range(1, 6):
         answer = greedy(llm, prompt, 20)
         stats = llm.dge_stats
-        assert stats.state == "cut" and stats.n_cuts == turn and stats.error is None
+        assert stats.state == "evicted" and stats.n_evictions == turn and stats.error is None
         assert stats.rows == stats.rows_after + 20 - DRAFT
         assert policy == "pyramidkv" or stats.rows_after == BUDGET + DRAFT - 1
         assert stats.rows_restored == (0 if turn == 1 else stats.n_prompt - sizes[0])
@@ -148,10 +148,11 @@ def test_where_nothing_can_be_restored_the_prompt_is_evaluated_again(new_llm: Ll
 def test_a_full_park_leaves_the_cache_whole(new_llm: LlamaFactory) -> None:
     dge = {**SETTINGS, "park_limit": 1000}
     llm = new_llm(dge)
-    with pytest.warns(RuntimeWarning, match="the cut failed and the answer goes on with the full cache.*park"):
+    what = r"goes on with the full cache: its host copy needs \d{3},\d{3} bytes, which exceeds park_limit=1000; raise"
+    with pytest.warns(RuntimeWarning, match=what):
         answer = greedy(llm, PROMPT, 25)
     assert answer == greedy(new_llm(), PROMPT, 25)
-    assert llm.dge_stats.state == "full" and "park" in llm.dge_stats.error
+    assert llm.dge_stats.state == "full" and "host copy" in llm.dge_stats.error
 
 
 def test_damaged_file(new_llm: LlamaFactory, tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_two_threads(new_llm: LlamaFactory) -> None:
         thread.join()
     assert not errors
     assert got == {(i, round_): want[i] for i in range(4) for round_ in range(3)}
-    assert llm.dge_stats.n_cuts >= 4
+    assert llm.dge_stats.n_evictions >= 4
 
 
 def test_interrupted_restore_loses_nothing(new_llm: LlamaFactory) -> None:
@@ -346,22 +347,22 @@ def test_settings_can_be_changed(new_llm: LlamaFactory) -> None:
 def test_settings_change_in_the_middle_of_a_chat(new_llm: LlamaFactory) -> None:
     llm = new_llm(SETTINGS)
     prompt = [*PROMPT, *greedy(llm, PROMPT, 25), *tokens_of(20, 11)]
-    llm.set_dge({**SETTINGS, "refresh": 4})
+    llm.set_dge({**SETTINGS, "recall": 4})
     sizes = evaluated(llm)
     got = greedy(llm, prompt, 30)
-    assert sizes[0] < 60 and llm.dge_stats.rows_restored == 150 + DRAFT - 1 and llm.dge_stats.n_refresh > 4
-    _, want = never_cut(new_llm, {**SETTINGS, "refresh": 4}, prompt[: len(prompt) - sizes[0]], prompt, 30)
+    assert sizes[0] < 60 and llm.dge_stats.rows_restored == 150 + DRAFT - 1 and llm.dge_stats.n_recalls > 4
+    _, want = never_cut(new_llm, {**SETTINGS, "recall": 4}, prompt[: len(prompt) - sizes[0]], prompt, 30)
     assert got == want
 
 
 def test_recall_through_generate(new_llm: LlamaFactory) -> None:
     """Rows stay within the budget; stop strings, streaming and later turns work as always."""
-    dge = {"budget": BUDGET, "draft_tokens": 2, "window": 8, "refresh": 4}
+    dge = {"budget": BUDGET, "draft_tokens": 2, "window": 8, "recall": 4}
     llm = new_llm(dge)
     answer = greedy(llm, PROMPT, 100)
     stats = llm.dge_stats
-    assert stats.n_refresh == (249 - 1 - 151) // 4 and stats.rows <= BUDGET + 4 and stats.rows_moved > 0
-    assert stats.rows_parked == 151 and stats.seconds_refresh > 0 and stats.error is None
+    assert stats.n_recalls == (249 - 1 - 151) // 4 and stats.rows <= BUDGET + 4 and stats.rows_moved > 0
+    assert stats.rows_parked == 151 and stats.seconds_recall > 0 and stats.error is None
     assert llm.dge_kept(0, 0)[-1] == stats.boundary > 240
     prompt = [*PROMPT, *answer, *tokens_of(20, 11)]
     sizes = evaluated(llm)
@@ -377,4 +378,4 @@ def test_recall_through_generate(new_llm: LlamaFactory) -> None:
 
 
 def test_recall_with_everything_kept_is_the_full_cache(new_llm: LlamaFactory) -> None:
-    assert greedy(new_llm({"budget": 500, "refresh": 1}), PROMPT, 80) == greedy(new_llm(), PROMPT, 80)
+    assert greedy(new_llm({"budget": 500, "recall": 1}), PROMPT, 80) == greedy(new_llm(), PROMPT, 80)

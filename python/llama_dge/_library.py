@@ -20,12 +20,16 @@ import ctypes
 import importlib
 import importlib.metadata
 import json
+import linecache
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from . import _frames
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +105,20 @@ def _import_llama_cpp(folder: Path) -> None:
             raise ImportError(f"llama_cpp cannot use the libraries in {folder}: {error}") from error
 
 
+def _line_to_move() -> str:
+    """Say which line of the program imports llama_dge, and where to move it."""
+    frame, _ = _frames.caller()
+    if frame is None:
+        return "move its import to the program's first lines"
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    lines = linecache.getlines(path)
+    ours = f"move line {number} of {path}" + (f" ({lines[number - 1].strip()})" if number <= len(lines) else "")
+    for i, line in enumerate(lines[: number - 1], 1):
+        if re.match(r"\s*(import|from)\s+llama_cpp\b", line):
+            return f"{ours} before line {i} ({line.strip()})"
+    return f"{ours} to the program's first lines, before what imports llama_cpp"
+
+
 def _read_api(library: ctypes.CDLL) -> dict[str, Any]:
     path = Path(library._name).with_name(API_FILE)
     try:
@@ -139,7 +157,7 @@ def _load() -> ctypes.CDLL:
         if imported_before:
             raise ImportError(
                 f"llama_cpp was imported before llama_dge and uses {library._name}, which has no Draft-Guided "
-                "Eviction. Import llama_dge first, in the program's first lines."
+                f"Eviction. Import llama_dge first: {_line_to_move()}."
             ) from None
         raise ImportError(
             f"{library._name} is a stock llama.cpp library, without Draft-Guided Eviction. "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ OK = _STATUS["ok"]
 NOTHING_TO_EVICT = _STATUS["nothing_to_evict"]
 ERR_UNSUPPORTED = _STATUS["err_unsupported"]
 ERR_SEQ = _STATUS["err_seq"]
+ERR_PARK = _STATUS["err_park"]
 ERR_LOST = _STATUS["err_lost"]
 
 _STATES = {number: name for name, number in _bindings.enum("state").items()}
@@ -61,7 +61,7 @@ def status_text(status: int) -> str:
 
 
 def supported(ctx: int) -> str | None:
-    """Return None where the context's cache can be cut, else the reason why it cannot."""
+    """Return None where the context's cache can be evicted, else the reason why it cannot."""
     reason = ctypes.create_string_buffer(512)
     status = lib.supported(ctx, reason, len(reason))
     if status == OK:
@@ -79,15 +79,14 @@ def raise_interrupt(callback: Any) -> None:
 
 def enable(ctx: int, config: DGEConfig) -> Any:
     """Switch eviction on for a context; raises DGEError, or ValueError where `head_budgets` does not fit the model or
-    there is no `park_dir`.
+    nothing can be written to `park_dir`.
 
     Returns
     -------
     object
         What the library refers to; keep it as long as the context.
     """
-    if config.parks == "disk" and config.park_dir is not None and not os.path.isdir(config.park_dir):
-        raise ValueError(f"park_dir={config.park_dir!r}: there is no such folder")
+    _params.check_park_dir(config)
     callback = None if isinstance(config.policy, str) else _params.select_callback(config.policy)
     params = _params.to_c(config, callback)
     if not isinstance(config.head_budgets, str):
@@ -111,7 +110,7 @@ def _check_heads(ctx: int, head_budgets: Sequence[Sequence[int]]) -> None:
 
 
 def disable(ctx: int) -> None:
-    """Switch eviction off; no sequence may be cut. Raises DGEError."""
+    """Switch eviction off; no sequence may be evicted. Raises DGEError."""
     _check("switching eviction off", lib.disable(ctx))
 
 
@@ -121,7 +120,7 @@ def seq_arm(ctx: int, seq: int, n_prompt: int) -> int:
 
 
 def seq_disarm(ctx: int, seq: int) -> None:
-    """Cancel a cut that has not happened yet; raises DGEError."""
+    """Cancel an eviction that has not happened yet; raises DGEError."""
     _check("disarming", lib.seq_disarm(ctx, seq))
 
 
@@ -136,8 +135,8 @@ def seq_reuse(ctx: int, seq: int, n_prompt: int, n_match: int) -> int:
 
 
 def seq_restore(ctx: int, seq: int, n_match: int) -> int:
-    """Put parked rows back. Returns how many the sequence holds now, 0 where none fit; raises DGEError."""
-    return _check("restoring the parked rows", lib.seq_restore(ctx, seq, n_match))
+    """Put the host copy back. Returns how many entries the sequence holds now, 0 where none fit; raises DGEError."""
+    return _check("restoring the host copy", lib.seq_restore(ctx, seq, n_match))
 
 
 def seq_queries(ctx: int, seq: int) -> bytearray:
@@ -151,7 +150,7 @@ def seq_queries(ctx: int, seq: int) -> bytearray:
 
 
 def seq_set_queries(ctx: int, seq: int, data: bytearray) -> None:
-    """Put captured queries and sums back, of the rows that the sequence holds; raises DGEError."""
+    """Put captured queries and sums back, of the entries that the sequence holds; raises DGEError."""
     buffer = (ctypes.c_uint8 * len(data)).from_buffer(data)
     _check("putting back what was captured", lib.seq_set_queries(ctx, seq, buffer, len(data)))
 
@@ -164,6 +163,11 @@ def elastic(on: bool) -> Iterator[None]:
         yield
     finally:
         lib.set_elastic(False)
+
+
+def is_elastic(ctx: int) -> bool:
+    """Return whether the cache began small and grows with use."""
+    return bool(lib.is_elastic(ctx))
 
 
 def fingerprint(ctx: int) -> int:
@@ -192,7 +196,7 @@ def estimate(ctx: int, config: DGEConfig, n_prompt: int, elastic: bool) -> DGEEs
 
 
 def is_lost(ctx: int, seq: int) -> bool:
-    """Return whether the library emptied a sequence because a device failed while its rows moved."""
+    """Return whether the library emptied a sequence because a device failed while its entries moved."""
     info = _bindings.struct("seq_info")()
     _check("reading the state of the cache", lib.get_seq_info(ctx, seq, ctypes.byref(info)))
     return bool(info.error == ERR_LOST)
@@ -234,7 +238,7 @@ def seq_stats(ctx: int, seq: int) -> DGEStats:
 
 
 def layers(ctx: int) -> list[int]:
-    """Return the model layers that a cut applies to, ascending; raises DGEError."""
+    """Return the model layers that eviction applies to, ascending; raises DGEError."""
     n = _check("listing the layers", lib.get_layers(ctx, None, 0))
     buffer = (ctypes.c_int32 * n)()
     n = _check("listing the layers", lib.get_layers(ctx, buffer, n))
@@ -242,7 +246,7 @@ def layers(ctx: int) -> list[int]:
 
 
 def n_head_kv(ctx: int, layer: int) -> int:
-    """Return the number of KV heads of a layer that a cut applies to; raises DGEError."""
+    """Return the number of KV heads of a layer that eviction applies to; raises DGEError."""
     return _check(f"layer {layer}", lib.get_n_head_kv(ctx, layer))
 
 

@@ -125,10 +125,28 @@ def to_c(config: DGEConfig, callback: Any = None) -> Any:
         params.n_table = len(entries)
     params.park = ENUMS["park"][config.parks]
     if config.parks == "disk":
-        params.park_dir = os.fsencode(config.park_dir if config.park_dir is not None else tempfile.gettempdir())
+        params.park_dir = os.fsencode(park_dir(config))
     params.park_limit = config.park_limit or 0
     params.recall = RECALL_AUTO if isinstance(config.recall, str) else config.recall
     return params
+
+
+def park_dir(config: DGEConfig) -> str:
+    """Return the folder of host copies on disk."""
+    return config.park_dir if config.park_dir is not None else tempfile.gettempdir()
+
+
+def check_park_dir(config: DGEConfig) -> None:
+    """Raise ValueError where host copies on disk cannot be written."""
+    if config.parks != "disk":
+        return
+    folder = park_dir(config)
+    if not os.path.isdir(folder):
+        raise ValueError(f"park_dir={folder!r}: there is no such folder")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"park_dir={folder!r}: no file can be created there: {error.strerror}") from error
 
 
 def refusal(config: DGEConfig) -> str | None:

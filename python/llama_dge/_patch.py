@@ -9,12 +9,11 @@ from typing import Any
 
 import llama_cpp
 
-from ._eviction import EvictingLlama
 from .llama import Llama
 
 _MODULES = ("llama_cpp", "llama_cpp.llama")
 _OWN = ("llama_cpp", "llama_dge")
-_STOCK = EvictingLlama.__base__
+_STOCK = Llama.__base__
 
 
 def patch_llama_cpp() -> Callable[[], None]:

@@ -35,7 +35,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "recall": {"recall": 4},
 }
 
-_RENAMED = {
+#: Old names of settings, which are refused with the new one.
+RENAMED = {
     "draft_pooling": "pooling",
     "refresh": "recall",
     "refresh_mass": "recall_mass",
@@ -94,8 +95,8 @@ def _naming_old_settings(cls: type[_C]) -> type[_C]:
 
     @functools.wraps(init)
     def checked(self: _C, *args: Any, **kwargs: Any) -> None:
-        for old in _RENAMED.keys() & kwargs.keys():
-            raise TypeError(f"{old} is called {_RENAMED[old]}")
+        for old in RENAMED.keys() & kwargs.keys():
+            raise TypeError(f"{old} is called {RENAMED[old]}")
         init(self, *args, **kwargs)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
@@ -428,7 +429,7 @@ class DGEConfig:
             return cls.preset(value)
         if isinstance(value, Mapping):
             fields = [setting.name for setting in dataclasses.fields(cls)]
-            unknown = [repr(key) for key in value if key not in fields and key not in _RENAMED]
+            unknown = [repr(key) for key in value if key not in fields and key not in RENAMED]
             if unknown:
                 raise TypeError(f"dge: unknown setting {', '.join(unknown)}; allowed are {', '.join(fields)}")
             return cls(**value)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import inspect
-import zlib
-from collections.abc import Generator, Mapping, Sequence
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -15,56 +13,58 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_cache import BaseLlamaCache
 
-from . import _native
-from ._eviction import SEQ, EvictingLlama
-from ._states import UncutStates
+from . import _native, _states, _troubles
+from ._closed import FreedModel, refuse_after_close
+from ._eviction import SEQ, Eviction
+from ._signatures import as_stock, bound
 from ._turns import Turns
-from .config import DGEConfig
+from .config import RENAMED, DGEConfig
 from .stats import DGEMemory, DGEStats
 
-_GENERATE = inspect.signature(llama_cpp.Llama.generate)
 
-
-def _checksum_of_tokens(state: llama_cpp.LlamaState) -> int:
-    return zlib.crc32(np.asarray(state.input_ids[: state.n_tokens], dtype=np.intc).tobytes())
-
-
-class Llama(EvictingLlama):
-    """A drop-in ``llama_cpp.Llama`` that can cut its KV cache after the first tokens of an answer.
+@refuse_after_close("close", "dge_config")
+class Llama(llama_cpp.Llama):
+    """A drop-in ``llama_cpp.Llama`` that can evict its KV cache after the first answer tokens.
 
     Every parameter, method and attribute of llama_cpp.Llama works as documented there; with ``dge=None`` nothing
-    differs. With eviction on, `n_tokens`, positions and `n_ctx` stay logical: they count evicted tokens, too.
+    differs. With eviction on, `n_tokens`, positions and `n_ctx` stay logical: they count evicted tokens as well.
 
     Parameters
     ----------
     model_path
         Path of a GGUF file.
     dge
-        True (the defaults), a dict of settings or a `DGEConfig` turns eviction on; None or False leaves it off.
+        True (the defaults), the name of a preset ("paper", "recall"), a dict of settings or a `DGEConfig` turns
+        eviction on; None or False leaves it off.
     **kwargs
-        Every other parameter of llama_cpp.Llama.
+        Every other parameter of llama_cpp.Llama. With ``verbose=True`` the settings in force are logged (level INFO).
 
     Raises
     ------
     TypeError
         An unknown parameter whose name starts with "dge", a setting outside of `dge`, or an unknown one in it.
     ValueError
-        A setting that is out of range, ``embedding=True``, or a model that cannot be cut while `dge.strict` is True.
+        A setting that is out of range, ``embedding=True``, a file that cannot be loaded, or a model that is not
+        supported while `dge.strict` is True.
     DGEError
         The library could not turn eviction on, for want of memory for example.
 
     Notes
     -----
-    - The cut is made by `generate` and everything built on it. Code that drives `eval` and `sample` calls `evict`.
-    - A prompt with images or audio is not cut; a warning says so once.
-    - `set_cache`: states of a cut sequence are not stored, for they answer one question only.
+    - `generate` and everything built on it evict. Code that drives `eval` and `sample` calls `evict`.
+    - A prompt with images or audio is not evicted; a warning says so once.
+    - `set_cache`: states of an evicted sequence are not stored, for they answer one question only.
     - Threads: calls wait for each other. A stream that was begun before another call raises RuntimeError when it is
       asked for its next token, because its cache is gone.
+    - A forked child may use the instance, unless another thread used it at that moment; then calls raise RuntimeError.
+      With ``n_threads`` or ``n_threads_batch`` above 1 the child of a process that has decoded may hang, as with
+      llama_cpp.Llama, because it has no threads of the maths library. Spawned children and pickling work.
     - A decode that fails, or is interrupted, empties the cache; the next call starts over.
+    - After `close` every method and property raises RuntimeError.
     - With `draft_model`, logits of all tokens are kept (n_ctx x n_vocab floats), which llama_cpp.Llama needs as well
       but does not allocate, so that it fails where the prompt is longer than n_batch. It proposes nothing before the
-      cut. With `refresh`, rows are chosen again after other tokens than without it, so answers may differ; more than 16
-      proposals in vain may put off a choice.
+      eviction. With `recall`, entries are selected again after other tokens than without it, so answers may differ;
+      more than 16 rejected proposals may put off a selection.
 
     Examples
     --------
@@ -72,54 +72,66 @@ class Llama(EvictingLlama):
     >>> llm(prompt)["choices"][0]["text"], llm.dge_stats.rows_after  # doctest: +SKIP
     """
 
-    #: The settings as given, or None where eviction was not asked for.
-    dge_config: DGEConfig | None
+    _closed = False
 
+    @as_stock
     def __init__(
-        self, model_path: str, *, dge: bool | Mapping[str, Any] | DGEConfig | None = None, **kwargs: Any
+        self,
+        model_path: str | os.PathLike[str],
+        *,
+        dge: bool | str | Mapping[str, Any] | DGEConfig | None = None,
+        **kwargs: Any,
     ) -> None:
         self._stack = contextlib.ExitStack()  # __del__ closes it, also when this constructor raises
-        self._dge_on = False
-        self._dge_callback: Any = None  # the library calls it as long as the context lives
-        self._dge_warned: set[str] = set()
-        self._dge_arm_error: str | None = None
-        self._dge_last_token: int | None = None  # last token that generate() yielded
-        self._dge_text_end = 0  # positions below were filled by eval(), that is by tokens and not by images
-        self._dge_turns = Turns()
-        self._dge_cut_by: DGEConfig | None = None  # what the cut was made with; None where a state brought it
+        self._turns = Turns()
+        self._eviction = Eviction(None)
 
-        settings = {field.name for field in dataclasses.fields(DGEConfig)}
+        settings = {*RENAMED, *(field.name for field in dataclasses.fields(DGEConfig))}
         unknown = sorted(name for name in kwargs if name.lower().startswith("dge") or name in settings)
         if unknown:
             raise TypeError(
                 f'unknown parameter {", ".join(unknown)}; settings go into dge, as in dge={{"budget": 512}}'
             )
-        self.dge_config = DGEConfig.from_any(dge)
-        if self.dge_config is not None and kwargs.get("embedding"):
-            raise ValueError("dge and embedding=True exclude each other: embeddings leave no cache to cut")
+        config = self._eviction.config = DGEConfig.from_any(dge)
+        if config is not None and kwargs.get("embedding"):
+            raise ValueError("dge and embedding=True exclude each other: embeddings leave no cache to evict")
         if kwargs.get("draft_model") is not None:
             kwargs["logits_all"] = True
 
-        with _native.elastic(self.dge_config is not None and self.dge_config.elastic):
-            super().__init__(model_path, **kwargs)
-        if self.dge_config is not None:
+        path = os.path.expanduser(os.fspath(model_path))
+        for name in ("lora_path", "lora_base"):
+            if isinstance(kwargs.get(name), os.PathLike):
+                kwargs[name] = os.fspath(kwargs[name])
+        with _native.elastic(config is not None and config.elastic):
             try:
-                self._dge_enable(self.dge_config)
-                self._dge_warn_budget(self.dge_config)
+                super().__init__(path, **kwargs)
+            except ValueError as error:
+                why = _troubles.of_loading(path, kwargs)
+                if why is None:
+                    raise
+                raise ValueError(f"{error}: {why}") from error
+        if config is not None:
+            try:
+                self._enable(config)
+                self._eviction.warn_budget(self)
             except BaseException:
                 self.close()
                 raise
 
-    def set_dge(self, dge: bool | Mapping[str, Any] | DGEConfig | None) -> None:
+    def _enable(self, config: DGEConfig) -> None:
+        self._eviction.enable(self, config)
+        self._turns.has_thread = self._eviction.on and config.recall_async
+
+    def set_dge(self, dge: bool | str | Mapping[str, Any] | DGEConfig | None) -> None:
         """Change the settings for the prompts to come.
 
-        A cut that was made already stays until the next call. If that goes on with the answer, the prompt is cut anew,
-        but not with ``new_turn="append"`` nor after `load_state`. `elastic` is decided by the constructor.
+        A prompt that was evicted already stays so until the next call. If that goes on with the answer, the prompt is
+        evicted anew, but not with ``new_turn="append"`` nor after `load_state`. The constructor decides on `elastic`.
 
         Parameters
         ----------
         dge
-            As the constructor's. None or False turns eviction off, which empties a cache that was cut.
+            As the constructor's. None or False turns eviction off, which empties a cache that was evicted.
 
         Raises
         ------
@@ -128,41 +140,35 @@ class Llama(EvictingLlama):
         """
         config = DGEConfig.from_any(dge)
         if config is not None and self.context_params.embeddings:
-            raise ValueError("dge and embedding=True exclude each other: embeddings leave no cache to cut")
-        with self._dge_turns.call():
+            raise ValueError("dge and embedding=True exclude each other: embeddings leave no cache to evict")
+        with self._turns.call():
             if config is not None:
-                self._dge_enable(config)
+                self._enable(config)
             else:
-                self._dge_switch_off()
-            self.dge_config = config
-            if self._dge_on and self.cache is not None and not isinstance(self.cache, UncutStates):
+                self._eviction.disable(self)
+            if self._eviction.on and self.cache is not None and not isinstance(self.cache, _states.FullStates):
                 self.set_cache(self.cache)
-        if config is not None:
-            self._dge_warn_budget(config)
+        self._eviction.warn_budget(self)
 
     # what users read
 
     @property
+    def dge_config(self) -> DGEConfig | None:
+        """The settings as given, or None where eviction was not asked for."""
+        return self._eviction.config
+
+    @property
     def dge_enabled(self) -> bool:
-        """Whether prompts are cut: False where eviction is off or the model does not support it."""
-        return self._dge_on
+        """Whether prompts are evicted: False where eviction is off or the model does not support it."""
+        return self._eviction.on
 
     @property
     def dge_stats(self) -> DGEStats | None:
-        """What the last cut did and what the cache holds now; None before any prompt and where eviction is off."""
-        if not self._dge_on or self.ctx is None or self.n_tokens == 0:
+        """What the last eviction did and what the cache holds now; None before any prompt and where eviction is off."""
+        if not self._eviction.on or self.n_tokens == 0:
             return None
-        with self._dge_turns.glance():
-            stats = _native.seq_stats(self.ctx, SEQ)
-            if stats.error is None and self._dge_arm_error is not None:
-                stats = dataclasses.replace(stats, error=self._dge_arm_error)
-            if stats.state == "evicted":
-                rows = tuple(
-                    tuple(_native.n_kept(self.ctx, SEQ, i, head) for head in range(_native.n_head_kv(self.ctx, i)))
-                    for i in self.dge_layers
-                )
-                stats = dataclasses.replace(stats, rows_by_head=rows)
-            return stats
+        with self._turns.glance():
+            return self._eviction.stats(self)
 
     @property
     def dge_memory(self) -> DGEMemory:
@@ -171,11 +177,11 @@ class Llama(EvictingLlama):
 
     @property
     def dge_layers(self) -> list[int]:
-        """Layers of the model that a cut applies to, ascending."""
+        """Layers of the model that eviction applies to, ascending."""
         return _native.layers(self.ctx)
 
     def dge_kept(self, layer: int, head: int) -> npt.NDArray[np.int32]:
-        """Return the positions that a layer and KV head kept at the last cut.
+        """Return the positions that a layer and KV head kept at the last eviction.
 
         Parameters
         ----------
@@ -192,169 +198,165 @@ class Llama(EvictingLlama):
         Raises
         ------
         ValueError
-            No such layer or head is cut.
+            Eviction does not apply to such a layer or head.
         DGEError
-            Nothing was cut.
+            Nothing was evicted.
         """
         layers = self.dge_layers
         if layer not in layers:
-            raise ValueError(f"layer={layer!r}: the layers that are cut are {', '.join(map(str, layers))}")
+            raise ValueError(f"layer={layer!r}: eviction applies to the layers {', '.join(map(str, layers))}")
         n_head = _native.n_head_kv(self.ctx, layer)
         if head not in range(n_head):
             raise ValueError(f"head={head!r}: layer {layer} has the KV heads 0 .. {n_head - 1}")
-        with self._dge_turns.glance():
-            if self._dge_on and (state := _native.seq_stats(self.ctx, SEQ).state) != "evicted":
-                raise _native.DGEError(f'dge_kept: nothing was cut (dge_stats.state: "{state}")', _native.ERR_SEQ)
+        with self._turns.glance():
+            if self._eviction.on and (state := self._eviction.state(self)) != "evicted":
+                raise _native.DGEError(f'dge_kept: nothing was evicted (dge_stats.state: "{state}")', _native.ERR_SEQ)
             return _native.kept(self.ctx, SEQ, layer, head)
 
     def evict(self) -> bool:
-        """Cut the cache now. For code that calls `eval` and `sample` itself; `generate` cuts without it.
+        """Evict now. For code that calls `eval` and `sample` itself; `generate` evicts without it.
 
         Everything evaluated so far is the prompt, unless `generate` was called for it.
 
         Returns
         -------
         bool
-            False where the prompt is not longer than the budget, so that nothing had to be cut.
+            False where the prompt is not longer than the budget, so that nothing had to be evicted.
 
         Raises
         ------
         RuntimeError
             Eviction is off, or the prompt has images.
         DGEError
-            The cut failed; the cache is as it was, or with `status` -13 (a device failed) empty.
+            The eviction failed; the cache is as it was, or with `status` -13 (a device failed) empty.
         """
-        if not self._dge_on:
+        if not self._eviction.on:
             raise RuntimeError("evict: eviction is off; pass dge=True to the constructor")
-        if self._dge_text_end < self.n_tokens:
-            raise RuntimeError("evict: a prompt with images or audio cannot be cut")
-        with self._dge_turns.look():
-            try:
-                cut = _native.seq_evict(self.ctx, SEQ)
-            except _native.DGEError as error:
-                if error.status == _native.ERR_LOST:
-                    self._dge_clear()
-                _native.raise_interrupt(self._dge_callback)
-                raise
-            self._dge_cut_by = self.dge_config
-            return cut
+        with self._turns.look():
+            return self._eviction.evict(self)
 
-    # the stock methods that must know about a cut
+    # the stock methods that must know about an eviction
 
     def close(self) -> None:
-        """Free the model. Calls for answers, states, its cache or its eviction raise an error afterwards."""
-        self._dge_on = False
+        """Free the model. Every other method and property raises RuntimeError afterwards."""
         super().close()
+        self._closed = True
+        model = getattr(self, "_model", None)
+        if model is not None:
+            model.__class__ = FreedModel  # tokenizers refer to it
 
-    def _dge_check_open(self) -> None:
-        if self.ctx is None:  # the library would follow it
-            raise RuntimeError("the model is closed")
-
+    @as_stock
     def reset(self) -> None:
         """Reset the model state, eviction included."""
-        with self._dge_turns.call():
+        with self._turns.call():
             super().reset()  # type: ignore[no-untyped-call]
-            self._dge_text_end = 0
-            if self._dge_on:
-                self._dge_clear()
+            self._eviction.text_end = 0
+            if self._eviction.on:
+                self._eviction.clear(self)
 
+    @as_stock
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate a list of tokens.
 
         Raises
         ------
         RuntimeError
-            llama_decode failed. With eviction on, the cache is empty then. A DGEError where a device failed in a cut.
+            llama_decode failed. With eviction on, the cache is empty then. A DGEError where a device failed while
+            entries moved.
         """
-        self._dge_check_open()
-        if not self._dge_on:
+        if not self._eviction.on:
             start = self.n_tokens
             try:
                 super().eval(tokens)
             finally:
-                if start <= self._dge_text_end:  # set_dge may turn eviction on later
-                    self._dge_text_end = self.n_tokens
+                self._eviction.note_eval(self, start)  # set_dge may turn eviction on later
             return
-        with self._dge_turns.call():
-            self._dge_eval(tokens)
+        with self._turns.call():
+            self._eviction.eval(self, tokens, super().eval)
 
+    @as_stock
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """Create a generator of tokens from a prompt; parameters as in llama_cpp.Llama.generate.
 
-        With eviction on, the cache is cut when `draft_tokens` tokens have been yielded and another is asked for.
+        With eviction on, the cache is evicted when `draft_tokens` tokens have been yielded and another is asked for.
         """
-        self._dge_check_open()
-        if not self._dge_on:
+        if not self._eviction.on:
             yield from super().generate(tokens, *args, **kwargs)
             return
         tokens = list(tokens)
-        reset = _GENERATE.bind(self, tokens, *args, **kwargs).arguments.get("reset", True)
-        with self._dge_turns.call() as turn:
-            self._dge_prepare(tokens, reset)
+        reset = bound(super().generate, tokens, *args, **kwargs)["reset"]
+        with self._turns.call() as turn:
+            self._eviction.prepare(self, tokens, reset)
 
         inner = super().generate(tokens, *args, **kwargs)
         sent: Sequence[int] | None = None
-        cut_seen_at: int | None = None
+        evicted_at: int | None = None  # tokens at which the eviction will have been made
         armed = False
         while True:
-            with self._dge_turns.step(turn):
+            with self._turns.step(turn):
                 try:
-                    with self._dge_without_proposals(cut_seen_at is not None and self.n_tokens < cut_seen_at - 1):
+                    with self._without_proposals(evicted_at is not None and self.n_tokens < evicted_at - 1):
                         token = inner.send(sent)
                 except StopIteration:
                     return
                 if not armed:
                     # Only now is the prompt complete: it may have come in several evals, some of them before this call.
                     armed = True
-                    with self._dge_turns.glance():
-                        cut_seen_at = self._dge_arm()
-                elif cut_seen_at is not None and self.n_tokens >= cut_seen_at:
-                    cut_seen_at = None
-                    self._dge_report()
-                self._dge_last_token = token
+                    with self._turns.glance():
+                        evicted_at = self._eviction.arm(self)
+                elif evicted_at is not None and self.n_tokens >= evicted_at:
+                    evicted_at = None
+                    self._eviction.report(self)
+                self._eviction.last_token = token
             sent = yield token
+
+    @contextlib.contextmanager
+    def _without_proposals(self, on: bool) -> Iterator[None]:
+        """Leave the draft model out: its tokens would displace queries that the eviction needs."""
+        draft_model = self.draft_model
+        if on:
+            self.draft_model = None
+        try:
+            yield
+        finally:
+            self.draft_model = draft_model
 
     # requests: one at a time, other threads wait
 
+    @as_stock
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
         """Generate text from a prompt; parameters as in llama_cpp.Llama.create_completion."""
-        self._dge_check_open()
-        with self._dge_turns.request(self._dge_on):
+        with self._turns.request(self._eviction.on):
             try:
                 return super().create_completion(*args, **kwargs)
             except ValueError as error:
-                if self._dge_on and "exceed context window" in str(error):
-                    raise ValueError(f"{error}; eviction makes the cache smaller, but n_ctx limits as ever") from None
+                if self._eviction.on and "exceed context window" in str(error):
+                    raise ValueError(f"{error}; eviction makes the cache smaller, but n_ctx still applies") from None
                 raise
 
+    @as_stock
     def create_chat_completion(self, *args: Any, **kwargs: Any) -> Any:
         """Generate a reply to messages; parameters as in llama_cpp.Llama.create_chat_completion."""
-        self._dge_check_open()
-        with self._dge_turns.request(self._dge_on):
+        with self._turns.request(self._eviction.on):
             return super().create_chat_completion(*args, **kwargs)
 
     # states
 
+    @as_stock
     def set_cache(self, cache: BaseLlamaCache | None) -> None:
-        """Set the cache for states of earlier prompts. States of a cut sequence are not stored in it."""
-        super().set_cache(UncutStates(cache) if self._dge_on and cache is not None else cache)
+        """Set the cache for states of earlier prompts. States of an evicted sequence are not stored in it."""
+        super().set_cache(_states.FullStates(cache) if self._eviction.on and cache is not None else cache)
 
+    @as_stock
     def save_state(self) -> llama_cpp.LlamaState:
-        """Save the state. After a cut it holds the rows that are left but not those that are parked."""
-        self._dge_check_open()
-        with self._dge_turns.look():
+        """Save the state. After an eviction it holds the kept entries but not the host copy."""
+        with self._turns.look():
             state = super().save_state()
-        if self._dge_on:
-            state.dge = {  # type: ignore[attr-defined]
-                "evicted": self.n_tokens > 0 and _native.seq_stats(self.ctx, SEQ).state == "cut",
-                "text_end": self._dge_text_end,
-                "last_token": self._dge_last_token,
-                "model": _native.fingerprint(self.ctx),
-                "checksum": zlib.crc32(state.llama_state),
-                "tokens": _checksum_of_tokens(state),
-            }
+        if self._eviction.on:
+            _states.note(state, **self._eviction.to_note(self))
         return state
 
+    @as_stock
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Load a state of `save_state`.
 
@@ -366,48 +368,25 @@ class Llama(EvictingLlama):
             The state is damaged, is of another model, cache layout or version, or holds more tokens than n_ctx. The
             cache is empty then.
         """
-        self._dge_check_open()
-        saved: dict[str, Any] = getattr(state, "dge", {})
-        with self._dge_turns.call():
+        noted: dict[str, Any] = {}
+        with self._turns.call():
             try:
-                if "checksum" in saved and saved["checksum"] != zlib.crc32(state.llama_state):
-                    raise RuntimeError("load_state: the state is damaged: its checksum differs")
-                if "tokens" in saved and saved["tokens"] != _checksum_of_tokens(state):
-                    raise RuntimeError("load_state: the state is damaged: the checksum of its tokens differs")
-                if self._dge_on and "model" in saved and saved["model"] != _native.fingerprint(self.ctx):
-                    raise RuntimeError("load_state: the state is of another model or another type of cache")
-                if self._dge_on:
-                    state = self._dge_fitted(state)
+                noted = _states.noted(state)
+                if self._eviction.on:
+                    if "model" in noted and noted["model"] != _native.fingerprint(self.ctx):
+                        raise RuntimeError("load_state: the state is of another model or another type of cache")
+                    state = _states.fitted(state, self._n_ctx, self._n_vocab, len(self.scores))
                 super().load_state(state)
-                if self._dge_on and llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, SEQ) + 1 < state.n_tokens:
+                if self._eviction.on and self._held() < state.n_tokens:
                     raise RuntimeError(f"load_state: the state does not hold the {state.n_tokens} tokens that it names")
             except BaseException:
-                self._dge_clear()
+                self._eviction.clear(self)
                 raise
-        self._dge_text_end = saved.get("text_end", self.n_tokens)
-        self._dge_last_token = saved.get("last_token")
-        self._dge_cut_by = None
+        self._eviction.take_over(self, noted)
 
-    def _dge_fitted(self, state: llama_cpp.LlamaState) -> llama_cpp.LlamaState:
-        """A copy of a state whose arrays have the sizes of this instance, which the stock class takes for granted."""
-        n = state.n_tokens
-        # the library takes no bytes at all for a good state and loads nothing
-        if not 0 < state.llama_state_size == len(state.llama_state) or not 0 <= n <= len(state.input_ids):
-            raise RuntimeError("load_state: the state is damaged: its sizes do not fit together")
-        if n > self._n_ctx:
-            raise RuntimeError(f"load_state: the state holds {n} tokens, which is more than n_ctx={self._n_ctx}")
-        if state.scores.ndim != 2 or state.scores.shape[1] != self._n_vocab:
-            raise RuntimeError("load_state: the state is of another model: its vocabulary has another size")
-        state = copy.copy(state)
-        input_ids = np.zeros(self._n_ctx, dtype=np.intc)
-        input_ids[:n] = state.input_ids[:n]
-        state.input_ids = input_ids
-        rows = min(n, len(self.scores))
-        if len(state.scores) != rows:
-            scores = np.zeros((rows, self._n_vocab), dtype=np.single)
-            scores[: len(state.scores)] = state.scores[:rows]
-            state.scores = scores
-        return state
+    def _held(self) -> int:
+        """Return how many tokens the library's cache holds."""
+        return int(llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, SEQ)) + 1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "dge": self.dge_config}  # type: ignore[no-untyped-call]
