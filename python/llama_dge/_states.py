@@ -83,6 +83,3 @@ class FullStates(BaseLlamaCache):
     def __setitem__(self, key: Sequence[int], value: llama_cpp.LlamaState) -> None:
         if not getattr(value, "dge", {}).get("evicted", False):
             self.cache[key] = value
-
-
-UncutStates = FullStates  # the name that llama_dge.server knows

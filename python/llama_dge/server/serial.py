@@ -9,7 +9,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from .._states import UncutStates
+from .._states import FullStates
 from ..llama import Llama
 from .answer import Answer, Logits, Piece, Token, token_with_top
 from .errors import as_api_error, bad_request
@@ -78,7 +78,7 @@ class ServerLlama(Llama):
 
     def set_cache(self, cache: Any) -> None:
         """Set the cache for states of earlier prompts, which gets none that is evicted, whatever requests ask for."""
-        super().set_cache(None if cache is None else UncutStates(cache))
+        super().set_cache(None if cache is None else FullStates(cache))
 
     def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
         # None: a chat format that decodes by itself
