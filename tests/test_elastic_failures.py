@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reference import driver
+from reference import driver, messages
 from reference.driver import Context, dge_library, failing_alloc
 from reference.elastic import DGE, N_CTX, TOKENS, sizes
 from reference.scenario import as_lists, decode_each, evict_after, prefill_and_arm
@@ -51,7 +51,7 @@ def test_growth_fails_at_each_layer(
             assert sizes(context) == before
         # one of three layers has no room yet, two, or all
         missing = plain.memory_info()["kv"] / N_CTX * (new - old) / 3 * (4 - nth) / 1024 / 1024
-        found = re.search(r"(\d+\.\d) MiB are missing", "".join(log))
+        found = re.search(messages.MISSING, "".join(log))
         assert found and abs(float(found[1]) - missing) <= 0.051, log
         # what needs no more cells goes on
         token = TOKENS[n : n + 1]
@@ -133,13 +133,13 @@ def test_each_allocation_of_an_eviction(
         if kind == "smaller":
             assert info["state"] == driver.STATE_EVICTED and context.memory_info()["n_cells"] == 768, nth
             assert np.array_equal(logits, if_evicted) and as_lists(context.kept()) == as_lists(evicted.kept())
-            assert "in the old ones" in "".join(log)
+            assert messages.IN_OLD_BUFFERS in "".join(log)
             if park != "off":
                 assert context.restore(n_prompt) == n_prompt
         else:
             assert (info["state"], info["error"]) == (driver.STATE_FULL, driver.ERR_MEMORY), (nth, kind)
             assert np.array_equal(logits, if_full), (nth, kind)
-            assert "goes on with its full cache" in "".join(log)
+            assert messages.KEEPS_FULL in "".join(log)
             assert context.memory_info()["parked"] == 0 and context.memory_info()["n_cells"] == 768
         # whatever failed, the next prompt is evicted
         context.clear()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reference import driver
+from reference import driver, messages
 from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def evict(context: driver.Context, seq: int = 0) -> str:
 
 def gathered(log: str) -> tuple[int, int]:
     """Layers whose rows a device gathered, and all layers."""
-    found = re.search(r"rows of (\d+) of (\d+) layers gathered on a device", log)
+    found = re.search(messages.GATHERED, log)
     assert found is not None
     return int(found[1]), int(found[2])
 
@@ -110,7 +110,7 @@ def same_among_others(
         with driver.failing_alloc(2 if by == "no memory" else 0):  # the first is for the bias
             log = evict(context)
         assert gathered(log) == (3 if by == device else 0, 3)
-        assert ("no memory for a layer's rows" in log) == (by == "no memory")
+        assert (messages.NO_MEMORY_FOR_LAYER in log) == (by == "no memory")
         results.append((as_lists(context.kept()), context.state()))
         assert context.pos_max(1) == 24
     assert results[0] == results[2]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reference import driver
+from reference import driver, messages
 from reference.parked import (
     ANSWER,
     DGE,
@@ -66,7 +66,7 @@ def test_limit(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
         driver.ERR_PARK,
         N_BEFORE + len(ANSWER),
     )
-    assert "above the limit" in "".join(log)
+    assert messages.ABOVE_LIMIT in "".join(log)
     assert not list(tmp_path.iterdir())
     # an eviction by hand tells it at once
     context.enable(**parked(tmp_path, park, park_limit=9))
@@ -279,7 +279,7 @@ def test_no_memory_to_restore(new_context: ContextFactory, tmp_path: Path) -> No
         assert np.array_equal(context.decode(token), twin.decode(token))
     assert n_failed >= 3
     assert twin.restore(292) == 292
-    same_from_now_on(context, twin, QUESTION, evicted=True)
+    same_from_now_on(context, twin, QUESTION, evict=True)
 
 
 # aborts

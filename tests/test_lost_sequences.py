@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reference import driver
+from reference import driver, messages
 from reference.driver import Context
 from reference.evicted import N_BEFORE, N_PROMPT, SETTINGS, TOKENS
 from reference.faults import failing_move
@@ -115,14 +115,14 @@ def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: s
         if context.info()["state"] == driver.STATE_EVICTED:
             assert context.rc == 0
             if by != "host" and n == 1:
-                assert "move by way of the host" in "".join(log)  # a trial, before any row moved
+                assert messages.BY_HOST in "".join(log)  # a trial, before any row moved
                 context.close()
                 continue
             break
         n_lost += 1
         pair.lose()
         assert context.rc == FATAL
-        assert "a device failed, the sequence was cleared" in "".join(log)
+        assert messages.LOST in "".join(log)
         assert_empty(context)
         assert context.memory_info()["parked"] == 0 and not list(folder.iterdir())
         assert context.seq_state(1) == pair.twin.seq_state(1)

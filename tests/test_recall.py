@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reference import driver
+from reference import driver, messages
 from reference.bounds import nmse_bounds
 from reference.forward import Reference, nmse
 from reference.models import ZOO
@@ -239,7 +239,7 @@ def test_a_copied_sequence_is_not_selected_again(new_context: ContextFactory) ->
         logits = decode_each(context, tokens[160:180])
     assert np.isfinite(logits).all() and context.info()["n_recalls"] == n_recalls
     # once for each of the two
-    assert sum("goes on with the kept set of its last selection" in line for line in lines) == 2
+    assert sum(messages.KEEPS_SELECTION in line for line in lines) == 2
     assert context.seq_rm(1, -1, -1)
     decode_each(context, tokens[180:200])
     assert context.info()["n_recalls"] > n_recalls and context.info()["n_rows_after"] == BUDGET
@@ -277,7 +277,7 @@ def test_a_selection_without_memory_changes_nothing(new_context: ContextFactory,
     after = context.info()
     if after["n_recalls"] == info["n_recalls"]:
         assert after["error"] == driver.ERR_MEMORY and as_lists(context.kept()) == before
-        assert any("goes on with the kept set of its last selection" in line for line in lines)
+        assert any(messages.KEEPS_SELECTION in line for line in lines)
     else:
         assert n > 3  # a choice of this model allocates once per layer
     decode_each(context, tokens[157 + n_fill : 170])
@@ -377,7 +377,7 @@ def test_settings_that_change_between_two_selections(new_context: ContextFactory
         assert context.info()["n_recalls"] == n_recalls
         decode_each(context, tokens[160 + WINDOW - 1 : 190])
     assert context.info()["n_recalls"] > n_recalls + 5
-    assert not [line for line in lines if "goes on" in line]
+    assert not [line for line in lines if messages.KEEPS_SELECTION in line]
 
 
 def test_a_restore_does_not_select_first(new_context: ContextFactory) -> None:
@@ -389,4 +389,4 @@ def test_a_restore_does_not_select_first(new_context: ContextFactory) -> None:
     # the first allocation of a choice would fail, and say so
     with driver.failing_alloc(1), driver.captured_log() as lines:
         assert context.restore(1000) == 151
-    assert not [line for line in lines if "goes on" in line]
+    assert not [line for line in lines if messages.KEEPS_SELECTION in line]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from reference import driver
+from reference import driver, messages
 from reference.driver import Context
 from reference.evicted import N_BEFORE, N_PROMPT, SETTINGS, TOKENS
 from reference.forward import Reference, nmse
@@ -108,7 +108,7 @@ def test_a_part_of_an_evicted_sequence_is_not_copied(
     untouched = evicted_context(n_seq_max=2, kv_unified=kv_unified)
     with driver.captured_log() as log:
         context.seq_cp(0, 1, p0, p1)
-    assert any("copied" in line for line in log)
+    assert any(messages.NOT_COPIED in line for line in log)
     assert context.pos_max(1) == -1
     rest = TOKENS[N_BEFORE + 5 :]
     assert np.array_equal(decode_each(context, rest), decode_each(untouched, rest))

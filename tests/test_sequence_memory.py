@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reference import driver
+from reference import driver, messages
 from reference.driver import Context
 from reference.evicted import N_BEFORE, N_PROMPT, SETTINGS, TOKENS, evicted_reference
 from reference.forward import Reference, nmse
@@ -205,7 +205,7 @@ def test_shifts_are_refused_after_an_eviction(
         context.seq_add(0, 0, -1, 5)
         context.seq_add(0, N_BEFORE, -1, -1)
         context.seq_div(0, 0, -1, 2)
-    assert len([line for line in log if "shifted" in line]) == 3
+    assert len([line for line in log if messages.NOT_SHIFTED in line]) == 3
     assert context.state() == before
     rest = TOKENS[N_BEFORE + 5 :]
     assert np.array_equal(decode_each(context, rest), decode_each(untouched, rest))
