@@ -186,12 +186,6 @@ def test_stats_from_another_thread(new_llm: Instances) -> None:
 # mistakes
 
 
-def test_settings_outside_of_dge(new_llm: Instances) -> None:
-    for name in ("budget", "recall", "policy", "DGE", "Dge_config"):
-        with pytest.raises(TypeError, match=f"unknown parameter {name}; settings go into dge"):
-            new_llm(**{name: 64})
-
-
 @pytest.mark.filterwarnings("always")
 def test_a_budget_that_no_prompt_can_be_longer_than(new_llm: Instances) -> None:
     with pytest.warns(RuntimeWarning, match="budget=1024 is not less than n_ctx=1024: nothing will be evicted"):
@@ -201,13 +195,6 @@ def test_a_budget_that_no_prompt_can_be_longer_than(new_llm: Instances) -> None:
         new_llm({"budget": 1023}, n_ctx=1024)
         new_llm({"budget": 1.0}, n_ctx=1024)
         new_llm({"budget": 4096, "recall": 4}, n_ctx=1024)
-
-
-def test_a_folder_that_is_not_there(new_llm: Instances) -> None:
-    settings = {**CUT, "park": "disk", "park_dir": "/no/such/folder"}
-    with pytest.raises(ValueError, match="park_dir='/no/such/folder': there is no such folder"):
-        new_llm(settings)
-    new_llm({**settings, "park": "ram"})
 
 
 def test_kept_positions_where_nothing_was_cut(new_llm: Instances) -> None:

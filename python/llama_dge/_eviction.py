@@ -237,6 +237,9 @@ class Eviction:
             if error.status == _native.ERR_LOST:
                 self.clear(llm)
             _native.raise_interrupt(self._callback)
+            why = _troubles.of_host_copy(llm.ctx, self._settings, _native.status_text(error.status), llm.n_tokens)
+            if why is not None:
+                raise _native.DGEError(f"evicting: {why}", error.status) from error
             raise
         self.evicted_by = self.config
         return evicted

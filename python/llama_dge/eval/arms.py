@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import _RENAMED, POLICIES, PRESETS, DGEConfig
+from ..config import RENAMED, POLICIES, PRESETS, DGEConfig
 
 FULL = "full"
 #: What an arm may start from: a preset, or a policy as published, evicted at the end of prefill by its own score.
@@ -99,8 +99,8 @@ def _settings(text: str, rest: str) -> dict[str, Any]:
         name = _SHORT.get(short, short)
         if not equals or not value:
             raise ValueError(f'arm "{text}": "{part}" is not of the form NAME=VALUE')
-        if name in _RENAMED:
-            raise ValueError(f'arm "{text}": "{name}" is called {_RENAMED[name]}')
+        if name in RENAMED:
+            raise ValueError(f'arm "{text}": "{name}" is called {RENAMED[name]}')
         if name not in _FIELDS:
             raise ValueError(f'arm "{text}": no setting "{short}"; they are k, {", ".join(_FIELDS)}')
         if name in settings:
