@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BUDGET, DRAFT = 32, 3
 SETTINGS = {"budget": BUDGET, "draft_tokens": DRAFT}
 PROMPT = tokens_of(150, 0)
-# one cut for good, and rows that are chosen again
-MODES = pytest.mark.parametrize("refresh", [0, 4])
+# one eviction for good, and recall
+MODES = pytest.mark.parametrize("recall", [0, 4])
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def new_llm(zoo: Zoo) -> Iterator[Instances]:
         yield make  # type: ignore[misc]
 
 
-def dge_of(refresh: int, **more: Any) -> dict[str, Any]:
-    return {**SETTINGS, "refresh": refresh, **more}
+def dge_of(recall: int, **more: Any) -> dict[str, Any]:
+    return {**SETTINGS, "recall": recall, **more}
 
 
-def params_of(refresh: int, **more: Any) -> dict[str, Any]:
-    return {**SETTINGS, "refresh": refresh, "park": "ram", **more}
+def params_of(recall: int, **more: Any) -> dict[str, Any]:
+    return {**SETTINGS, "recall": recall, "park": "ram", **more}
 
 
 def nmse(a: Any, b: Any) -> float:
@@ -57,11 +57,11 @@ def nmse(a: Any, b: Any) -> float:
 
 
 @MODES
-def test_e04_short_prompts(new_llm: Instances, refresh: int) -> None:
+def test_e04_short_prompts(new_llm: Instances, recall: int) -> None:
     """Every length around the window and the budget, down to a budget of one row."""
     full = new_llm()
     for budget, window in ((1, 1), (2, 1), (8, 8), (9, 8), (10, 2)):
-        llm = new_llm(dge_of(refresh, budget=budget, window=window))
+        llm = new_llm(dge_of(recall, budget=budget, window=window))
         for n in (*range(1, window + 4), budget + 1, 40):
             prompt = PROMPT[:n]
             llm.reset()
@@ -71,23 +71,23 @@ def test_e04_short_prompts(new_llm: Instances, refresh: int) -> None:
             stats = llm.dge_stats
             assert stats.error is None and len(answer) == 12
             if n > budget:
-                assert stats.state == "cut" and stats.rows_after >= budget
-            for layer in llm.dge_layers if stats.state == "cut" else ():
+                assert stats.state == "evicted" and stats.rows_after >= budget
+            for layer in llm.dge_layers if stats.state == "evicted" else ():
                 kept = llm.dge_kept(layer, 0)
-                assert (len(kept) >= budget and np.isin(np.arange(n - window, n), kept).all()) or refresh
-    llm = new_llm(dge_of(refresh))
+                assert (len(kept) >= budget and np.isin(np.arange(n - window, n), kept).all()) or recall
+    llm = new_llm(dge_of(recall))
     texts = [one.create_completion("", max_tokens=9, temperature=0.0)["choices"][0]["text"] for one in (llm, full)]
-    assert texts[0] == texts[1] and llm.dge_stats.n_cuts == 0
+    assert texts[0] == texts[1] and llm.dge_stats.n_evictions == 0
 
 
 @MODES
 @pytest.mark.parametrize("flash_attn", [False, True])
-def test_e09_every_length(new_context: ContextFactory, refresh: int, flash_attn: bool) -> None:
+def test_e09_every_length(new_context: ContextFactory, recall: int, flash_attn: bool) -> None:
     """Prompt lengths over the steps of padding, in micro-batches of any size, free cells full of NaN (or, where
     llama.cpp itself multiplies them by zero, of a large value)."""
     tokens = tokens_of(640, 2)
     contexts = {
-        n: new_context("one", n_batch=512, n_ubatch=n, flash_attn=flash_attn, dge=params_of(refresh))
+        n: new_context("one", n_batch=512, n_ubatch=n, flash_attn=flash_attn, dge=params_of(recall))
         for n in (1, 7, 32, 100, 512)
     }
     for n_prompt in [*range(33, 600, 97), 64, 65, 255, 256, 257, 511, 512, 513]:
@@ -99,7 +99,7 @@ def test_e09_every_length(new_context: ContextFactory, refresh: int, flash_attn:
             logits = decode_each(context, tokens[n_prompt : n_prompt + 12])
             assert np.isfinite(logits).all(), n_prompt
             info = context.info()
-            assert info["state"] == driver.STATE_CUT and info["n_rows"] <= BUDGET + 12
+            assert info["state"] == driver.STATE_EVICTED and info["n_rows"] <= BUDGET + 12
             found.append((logits, as_lists(context.kept())))
         # rounding may decide between rows of nearly equal scores: then the rows differ, and nothing is compared
         same = [logits for logits, kept in found if kept == found[0][1]]
@@ -115,23 +115,23 @@ def test_e11_one_definition_of_budget(new_llm: Instances, policy: str) -> None:
         greedy(llm, PROMPT, 4)
         rows = budget if budget > 1 else 38  # a share rounds up
         stats = llm.dge_stats
-        assert stats.state == "cut" and abs(stats.budget - rows) <= 1
+        assert stats.state == "evicted" and abs(stats.budget - rows) <= 1
         assert np.mean(stats.rows_by_head) == pytest.approx(stats.budget, abs=0.5)
 
 
 @MODES
-def test_e12_t49_long_prompts_of_unlike_sessions(zoo: Zoo, refresh: int) -> None:
+def test_e12_t49_long_prompts_of_unlike_sessions(zoo: Zoo, recall: int) -> None:
     """Each is cut, as the first one was, and nothing piles up."""
     with instances(zoo["one"].path) as made:
-        llm, sizes = made(dge_of(refresh), n_ctx=2048), []
+        llm, sizes = made(dge_of(recall), n_ctx=2048), []
         for i in range(5):
             prompt = tokens_of(1500 + 31 * i, i)
             answer = greedy(llm, prompt, 12)
             stats, memory = llm.dge_stats, llm.dge_memory
-            assert stats.state == "cut" and stats.n_prompt == len(prompt) and stats.rows <= BUDGET + 12
+            assert stats.state == "evicted" and stats.n_prompt == len(prompt) and stats.rows <= BUDGET + 12
             sizes.append((memory.kv, memory.n_cells))
             if i in (0, 4):
-                assert answer == greedy(made(dge_of(refresh), n_ctx=2048), prompt, 12)
+                assert answer == greedy(made(dge_of(recall), n_ctx=2048), prompt, 12)
         assert len(set(sizes)) == 1
 
 
@@ -157,15 +157,15 @@ def reply(llm: Any, messages: list[dict[str, str]], n: int = 16) -> str:
 
 
 @MODES
-def test_t01_t03_two_chats_take_turns(new_llm: Instances, refresh: int) -> None:
+def test_t01_t03_two_chats_take_turns(new_llm: Instances, recall: int) -> None:
     """Unrelated chats on one instance, each with further turns. Where a chat goes on, only what is new is evaluated."""
-    dge = dge_of(refresh)
+    dge = dge_of(recall)
     llm = new_llm(dge)
     chats = [chat("Tell me of the sea. " * 5), chat("What is a prime number? " * 4)]
     for turn in range(3):
         for i, messages in enumerate(chats):
             text = reply(llm, messages)
-            assert llm.dge_stats.state == "cut" and len(text) == 16
+            assert llm.dge_stats.state == "evicted" and len(text) == 16
             if turn == 0:
                 assert text == reply(new_llm(dge), messages)
             chats[i] += [*chat("", text)[1:], *chat(f"And {turn}?")]
@@ -179,25 +179,25 @@ def test_t01_t03_two_chats_take_turns(new_llm: Instances, refresh: int) -> None:
 
 @MODES
 @pytest.mark.parametrize("new_turn", ["restore", "append", "reprefill"])
-def test_t11_a_template_that_drops_the_thoughts(new_llm: Instances, refresh: int, new_turn: str) -> None:
+def test_t11_a_template_that_drops_the_thoughts(new_llm: Instances, recall: int, new_turn: str) -> None:
     """The answer comes back without its beginning: nothing behind the hole is used again."""
-    dge = dge_of(refresh, new_turn=new_turn)
+    dge = dge_of(recall, new_turn=new_turn)
     llm = new_llm(dge)
     answer = greedy(llm, PROMPT, 30)
     prompt = [*PROMPT, *answer[12:], *tokens_of(10, 4)]
     sizes = evaluated(llm)
     got = greedy(llm, prompt, 20)
     assert sizes[0] >= len(prompt) - 150
-    if new_turn == "append" and refresh == 0:
-        assert llm.dge_stats.n_cuts == 1 and llm.dge_stats.rows == BUDGET + len(prompt) - 150 + 19
+    if new_turn == "append" and recall == 0:
+        assert llm.dge_stats.n_evictions == 1 and llm.dge_stats.rows == BUDGET + len(prompt) - 150 + 19
     else:
         assert got == greedy(new_llm(dge), prompt, 20)
 
 
 @MODES
-def test_t13_reuse_changes_no_more_than_rounding(new_llm: Instances, refresh: int) -> None:
+def test_t13_reuse_changes_no_more_than_rounding(new_llm: Instances, recall: int) -> None:
     """Logits of a prompt that was continued, edited or repeated, against those of a fresh instance."""
-    dge = dge_of(refresh)
+    dge = dge_of(recall)
     llm = new_llm(dge, logits_all=True, type_k=1, type_v=1)
     answer = greedy(llm, PROMPT, 20)
     for prompt in ([*PROMPT, *answer, *tokens_of(9, 1)], [*PROMPT[:90], *tokens_of(30, 2)], PROMPT):
@@ -209,14 +209,14 @@ def test_t13_reuse_changes_no_more_than_rounding(new_llm: Instances, refresh: in
 
 
 @MODES
-def test_t17_t23_a_chat_that_outgrows_the_context(new_llm: Instances, refresh: int) -> None:
+def test_t17_t23_a_chat_that_outgrows_the_context(new_llm: Instances, recall: int) -> None:
     """A clear error that tells what eviction does not do; the instance goes on with what fits."""
-    dge = dge_of(refresh)
+    dge = dge_of(recall)
     llm = new_llm(dge, n_ctx=256)
     prompt = PROMPT
     while len(prompt) < 256:
         answer = greedy(llm, prompt, 10)
-        assert llm.dge_stats.state == "cut" and llm.dge_stats.rows < 60
+        assert llm.dge_stats.state == "evicted" and llm.dge_stats.rows < 60
         prompt = [*prompt, *answer, *tokens_of(20, len(prompt))]
     for too_long in (prompt, tokens_of(256, 1), tokens_of(900, 2)):
         with pytest.raises(ValueError, match=r"exceed context window of 256.*eviction.*n_ctx"):
@@ -228,32 +228,32 @@ def test_t17_t23_a_chat_that_outgrows_the_context(new_llm: Instances, refresh: i
 
 
 @MODES
-def test_t19_an_answer_ends_with_the_context(new_llm: Instances, refresh: int) -> None:
+def test_t19_an_answer_ends_with_the_context(new_llm: Instances, recall: int) -> None:
     """900 tokens and 512 more do not fit into 1,024: it ends there, whatever eviction made room for."""
-    llm = new_llm(dge_of(refresh), n_ctx=1024)
+    llm = new_llm(dge_of(recall), n_ctx=1024)
     bias = {0: -100.0, 2: -100.0}
     out = llm.create_completion(tokens_of(900, 1), max_tokens=512, temperature=0.0, logit_bias=bias)
     assert out["usage"]["completion_tokens"] == 124 and out["choices"][0]["finish_reason"] == "length"
-    assert llm.dge_stats.rows <= BUDGET + (124 if refresh == 0 else 4)
+    assert llm.dge_stats.rows <= BUDGET + (124 if recall == 0 else 4)
     out = llm.create_completion(tokens_of(900, 1), max_tokens=50, temperature=0.0, logit_bias=bias)
     assert out["usage"]["completion_tokens"] == 50
 
 
 @MODES
 @pytest.mark.parametrize("elastic", [False, True])
-def test_t25_a_full_cache_is_cut_and_takes_a_batch(new_context: ContextFactory, refresh: int, elastic: bool) -> None:
-    """Filled to the last cell; after the cut a batch of 454 tokens finds room."""
+def test_t25_a_full_cache_is_evicted_and_takes_a_batch(new_context: ContextFactory, recall: int, elastic: bool) -> None:
+    """Filled to the last cell; after the eviction a batch of 454 tokens finds room."""
     tokens = tokens_of(1200, 3)
-    context = new_context("one", n_ctx=512, elastic=elastic, dge=params_of(refresh))
+    context = new_context("one", n_ctx=512, elastic=elastic, dge=params_of(recall))
     prefill_and_arm(context, tokens[: 512 - DRAFT + 1])
     decode_each(context, tokens[512 - DRAFT + 1 : 512])
     assert context.info()["n_rows"] == 512
     logits = context.decode(tokens[512 : 512 + 454])
     assert np.isfinite(logits).all()
-    assert context.info()["state"] == driver.STATE_CUT and context.info()["n_rows"] == 454 + (
-        BUDGET if refresh else BUDGET + DRAFT - 1
+    assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_rows"] == 454 + (
+        BUDGET if recall else BUDGET + DRAFT - 1
     )
-    twin = new_context("one", n_ctx=1024, dge=params_of(refresh))
+    twin = new_context("one", n_ctx=1024, dge=params_of(recall))
     prefill_and_arm(twin, tokens[: 512 - DRAFT + 1])
     decode_each(twin, tokens[512 - DRAFT + 1 : 512])
     assert nmse(logits, twin.decode(tokens[512 : 512 + 454])) < 1e-5
@@ -262,56 +262,56 @@ def test_t25_a_full_cache_is_cut_and_takes_a_batch(new_context: ContextFactory, 
 def test_t27_no_limit_after_a_long_prompt(zoo: Zoo) -> None:
     with instances(zoo["one"].path) as made:
         llm = made(dge_of(0), n_ctx=8192)
-        for refresh in (0, 4):
-            llm.set_dge(dge_of(refresh))
+        for recall in (0, 4):
+            llm.set_dge(dge_of(recall))
             out = llm.create_completion(
                 tokens_of(8100, 1), max_tokens=-1, temperature=0.0, logit_bias={0: -100.0, 2: -100.0}
             )
             assert out["usage"]["completion_tokens"] == 92
-            assert llm.dge_stats.state == "cut" and llm.dge_stats.n_prompt == 8100
-            assert (llm.dge_stats.n_refresh > 20) == bool(refresh)
+            assert llm.dge_stats.state == "evicted" and llm.dge_stats.n_prompt == 8100
+            assert (llm.dge_stats.n_recalls > 20) == bool(recall)
 
 
 @pytest.mark.parametrize(
-    "refresh, overlap", [(0, False), *((n, overlap) for n in (1, 4, -1) for overlap in (False, True))]
+    "recall, asynchronous", [(0, False), *((n, asynchronous) for n in (1, 4, -1) for asynchronous in (False, True))]
 )
-def test_t29_positions_stay_consistent(new_context: ContextFactory, refresh: int, overlap: bool) -> None:
+def test_t29_positions_stay_consistent(new_context: ContextFactory, recall: int, asynchronous: bool) -> None:
     """After each step the newest position is there, and the next one is accepted."""
-    context = new_context("g2", dge=params_of(refresh, refresh_overlap=overlap))
+    context = new_context("g2", dge=params_of(recall, recall_async=asynchronous))
     tokens = tokens_of(260, 4)
     prefill_and_arm(context, tokens[:150])
     for i, token in enumerate(tokens[150:]):
         assert np.isfinite(context.decode([token])).all()
         assert context.pos_max() == 150 + i
         info = context.info()
-        assert info["pos_min"] <= info["boundary"] + 1 <= 151 + i or info["state"] != driver.STATE_CUT
-        if info["state"] == driver.STATE_CUT:
+        assert info["pos_min"] <= info["boundary"] + 1 <= 151 + i or info["state"] != driver.STATE_EVICTED
+        if info["state"] == driver.STATE_EVICTED:
             assert context.kept()[0][0][-1] <= 150 + i
             assert (context.decode([5], pos=152 + i, check=False).size, context.rc) == (0, -1)
-    assert context.info()["state"] == driver.STATE_CUT
+    assert context.info()["state"] == driver.STATE_EVICTED
 
 
 @MODES
-def test_t31_a_probe_finds_the_cache_trimmable(new_context: ContextFactory, refresh: int) -> None:
+def test_t31_a_probe_finds_the_cache_trimmable(new_context: ContextFactory, recall: int) -> None:
     """Two tokens, the second removed: works as long as nothing is evicted, and again when all is cleared."""
-    context = new_context("g2", dge=params_of(refresh))
+    context = new_context("g2", dge=params_of(recall))
     for _ in range(2):
         context.decode([5, 6])
         assert context.seq_rm(0, 1, -1) and context.pos_max() == 0 and context.can_shift()
         context.clear(False)
         prefill_and_arm(context, tokens_of(170, 1)[:150])
         decode_each(context, tokens_of(170, 1)[150:])
-        assert context.info()["state"] == driver.STATE_CUT
+        assert context.info()["state"] == driver.STATE_EVICTED
         assert not context.seq_rm(0, 1, -1) and context.pos_max() == 169
         context.clear(False)
 
 
 @MODES
 @pytest.mark.parametrize("kv_unified", [True, False])
-def test_t33_t35_e10_one_of_four_is_cut(new_context: ContextFactory, refresh: int, kv_unified: bool) -> None:
-    """Sequences of unlike length; one is cut, the longest goes, the others do not notice."""
+def test_t33_t35_e10_one_of_four_is_evicted(new_context: ContextFactory, recall: int, kv_unified: bool) -> None:
+    """Sequences of unlike length; one is evicted, the longest goes, the others do not notice."""
     settings: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 4, "kv_unified": kv_unified}
-    context, twin = (new_context("g2", dge=params_of(refresh), **settings) for _ in range(2))
+    context, twin = (new_context("g2", dge=params_of(recall), **settings) for _ in range(2))
     lengths = [150, 60, 200, 90]
     texts = [tokens_of(300, 10 + i) for i in range(4)]
     for each, seq in itertools.product((context, twin), range(4)):
@@ -331,11 +331,11 @@ def test_t33_t35_e10_one_of_four_is_cut(new_context: ContextFactory, refresh: in
                 # in other cells sums are made in another order
                 assert nmse(got, want) < 1e-5
     info = context.info(0)
-    assert info["state"] == driver.STATE_CUT and (info["n_refresh"] > 5) == bool(refresh)
+    assert info["state"] == driver.STATE_EVICTED and (info["n_recalls"] > 5) == bool(recall)
     assert [context.info(seq)["state"] for seq in (1, 3)] == [driver.STATE_FULL] * 2
 
 
-def test_t37_a_prompt_with_images_is_not_cut(new_llm: Instances) -> None:
+def test_t37_a_prompt_with_images_is_not_evicted(new_llm: Instances) -> None:
     """The steps of a handler for images: it fills the cache itself and hands over a prompt that matches."""
     other = tokens_of(40, 6)
     want = None
@@ -354,7 +354,7 @@ def test_t37_a_prompt_with_images_is_not_cut(new_llm: Instances) -> None:
             llm.eval(PROMPT[70:])
             prompt = llm.input_ids[: llm.n_tokens].tolist()
             if dge and not answers:
-                with pytest.warns(RuntimeWarning, match="images or audio is not cut"):
+                with pytest.warns(RuntimeWarning, match="images or audio"):
                     answers.append(greedy(llm, prompt, 12))
             else:
                 answers.append(greedy(llm, prompt, 12))
@@ -363,19 +363,19 @@ def test_t37_a_prompt_with_images_is_not_cut(new_llm: Instances) -> None:
         assert answers[0] == answers[2] != answers[1]
         want = want or answers
         assert answers == want
-    assert greedy(llm, PROMPT, 20) == greedy(new_llm(SETTINGS), PROMPT, 20) and llm.dge_stats.state == "cut"
+    assert greedy(llm, PROMPT, 20) == greedy(new_llm(SETTINGS), PROMPT, 20) and llm.dge_stats.state == "evicted"
 
 
 @MODES
-@pytest.mark.parametrize("cut", [True, False])
-def test_t45_logits_are_no_part_of_a_state(new_llm: Instances, refresh: int, cut: bool) -> None:
+@pytest.mark.parametrize("evicted", [True, False])
+def test_t45_logits_are_no_part_of_a_state(new_llm: Instances, recall: int, evicted: bool) -> None:
     """The prompt that a state holds, asked right after it was loaded: the last token is evaluated again."""
-    dge = dge_of(refresh)
+    dge = dge_of(recall)
     llm = new_llm(dge)
-    start = greedy(llm, PROMPT, 12 if cut else 1)
+    start = greedy(llm, PROMPT, 12 if evicted else 1)
     state = llm.save_state()
     held = llm.input_ids[: llm.n_tokens].tolist()
-    want = start[11] if cut else start[0]
+    want = start[11] if evicted else start[0]
     other = new_llm(dge)
     greedy(other, tokens_of(80, 3), 9)
     for each in (llm, other):
@@ -387,45 +387,47 @@ def test_t45_logits_are_no_part_of_a_state(new_llm: Instances, refresh: int, cut
 
 
 @MODES
-def test_t51_proposals_in_vain(new_llm: Instances, refresh: int) -> None:
-    """A draft model that is always wrong: the prompt is cut where it would be without, and rows are chosen again."""
+def test_t51_proposals_in_vain(new_llm: Instances, recall: int) -> None:
+    """A draft model that is always wrong: the prompt is evicted where it would be without, and recall goes on."""
 
     def wrong(input_ids: Any, /, **_: Any) -> Any:
         return np.full(10, 3 + int(input_ids[-1] + 7) % 20, dtype=np.intc)
 
-    llm = new_llm(dge_of(refresh), draft_model=wrong)
+    llm = new_llm(dge_of(recall), draft_model=wrong)
     answer = greedy(llm, PROMPT, 60)
     stats = llm.dge_stats
-    assert stats.state == "cut" and stats.error is None and stats.rows_after == BUDGET + (0 if refresh else DRAFT - 1)
+    assert (
+        stats.state == "evicted" and stats.error is None and stats.rows_after == BUDGET + (0 if recall else DRAFT - 1)
+    )
     assert llm.draft_model is wrong
-    if refresh:
-        assert stats.n_refresh >= 10 and stats.rows <= BUDGET + 4 + 11
+    if recall:
+        assert stats.n_recalls >= 10 and stats.rows <= BUDGET + 4 + 11
     else:
-        assert answer == greedy(new_llm(dge_of(refresh)), PROMPT, 60)
+        assert answer == greedy(new_llm(dge_of(recall)), PROMPT, 60)
 
 
-@pytest.mark.parametrize("refresh", [0, 4])
+@pytest.mark.parametrize("recall", [0, 4])
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_t53_graphs_that_are_used_again(
-    new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, refresh: int, flash_attn: bool
+    new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, recall: int, flash_attn: bool
 ) -> None:
-    """300 steps after a cut, over the steps of padding: the same with and without reuse of graphs."""
+    """300 steps after an eviction, over the steps of padding: the same with and without reuse of graphs."""
     tokens = tokens_of(460, 5)
     found = []
     for off in (False, True):
         if off:
             monkeypatch.setenv("LLAMA_GRAPH_REUSE_DISABLE", "1")
-        context = new_context("g2", flash_attn=flash_attn, elastic=True, dge=params_of(refresh))
+        context = new_context("g2", flash_attn=flash_attn, elastic=True, dge=params_of(recall))
         prefill_and_arm(context, tokens[:150])
         found.append(decode_each(context, tokens[150:]))
-        assert context.info()["state"] == driver.STATE_CUT
+        assert context.info()["state"] == driver.STATE_EVICTED
     assert np.isfinite(found[0]).all() and np.array_equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_t55_threads_share_an_instance(new_llm: Instances, overlap: bool) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_t55_threads_share_an_instance(new_llm: Instances, asynchronous: bool) -> None:
     """Requests and chats of several threads at once: each gets the answer of a fresh instance, or a clear error."""
-    dge = dge_of(4, refresh_overlap=overlap)
+    dge = dge_of(4, recall_async=asynchronous)
     prompts = [tokens_of(100 + 9 * i, 30 + i) for i in range(3)]
 
     def text(llm: Any, prompt: list[int]) -> str:
@@ -460,10 +462,10 @@ def test_t55_threads_share_an_instance(new_llm: Instances, overlap: bool) -> Non
     assert not errors and len(got) == 9 and all(answer == want[i] for i, answer in got)
 
 
-@pytest.mark.parametrize("refresh", [0, 1, 4])
-def test_t63_trimmable_down_to_the_boundary_and_no_further(new_context: ContextFactory, refresh: int) -> None:
+@pytest.mark.parametrize("recall", [0, 1, 4])
+def test_t63_trimmable_down_to_the_boundary_and_no_further(new_context: ContextFactory, recall: int) -> None:
     """What the library says can be removed can be, and nothing else is touched."""
-    context = new_context("g2", dge=params_of(refresh))
+    context = new_context("g2", dge=params_of(recall))
     tokens = tokens_of(300, 7)
     prefill_and_arm(context, tokens[:150])
     decode_each(context, tokens[150:180])

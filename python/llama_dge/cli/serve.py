@@ -50,6 +50,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add_context(parser, "2048")
     add_cache_options(parser)
     parser.set_defaults(type_k=None, type_v=None)  # whatever the environment or --set says
+    parser.add_argument(
+        "-np", "--parallel", type=at_least(1), metavar="N", help="conversations at once, each with N_CTX tokens (1)"
+    )
     add_threads(parser)
     parser.add_argument("--chat-format", metavar="NAME", help="format of llama-cpp-python (the model's template)")
     parser.add_argument(
@@ -105,7 +108,19 @@ def _configured(args: argparse.Namespace) -> FastAPI:
         os.environ["CONFIG_FILE"] = args.config
     elif "MODEL" not in os.environ and "CONFIG_FILE" not in os.environ:
         raise CLIError("give a MODEL, or --config")
-    own = ("alias", "n_ctx", "flash_attn", "type_k", "type_v", "threads", "chat_format", "set", "dge", "full")
+    own = (
+        "alias",
+        "n_ctx",
+        "parallel",
+        "flash_attn",
+        "type_k",
+        "type_v",
+        "threads",
+        "chat_format",
+        "set",
+        "dge",
+        "full",
+    )
     given = [name for name in (*own, "api_key") if getattr(args, name)] + list(given_dge_options(args))
     if given:
         raise CLIError(f"{', '.join('--' + name.replace('_', '-') for name in given)}: needs MODEL")
@@ -129,6 +144,7 @@ def _settings(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     options = {
         "api_key": args.api_key,
         "n_ctx": args.n_ctx,
+        "parallel": args.parallel,
         "n_threads": args.threads,
         "n_threads_batch": args.threads,
         "chat_format": args.chat_format,

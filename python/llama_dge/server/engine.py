@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import anyio.to_thread
 
 from ..config import DGEConfig
+from .batch import BatchRunner
 from .errors import APIError, Gone
 from .fair_queue import FairQueue
 from .job import Job, Task
@@ -51,6 +52,16 @@ class Runner(Protocol):
         ...
 
 
+_LEAST_CTX = 64
+
+
+def _check_parallel(settings: ModelSettings) -> None:
+    """Raise ValueError where a setting needs one conversation at a time."""
+    for name in ("embedding", "cache", "logits_all", "draft_model", "vocab_only"):
+        if getattr(settings, name):
+            raise ValueError(f"parallel={settings.parallel}: not with {name}={getattr(settings, name)!r}")
+
+
 class Loaded:
     """A model that is loaded.
 
@@ -69,14 +80,22 @@ class Loaded:
     def __init__(self, settings: ModelSettings, metrics: Metrics, waiting: Callable[[], bool]) -> None:
         self.settings = settings
         self.lock = threading.RLock()
-        if settings.parallel > 1:
-            raise ValueError(f"parallel={settings.parallel}: one conversation at a time can be answered")
-        llm = load(settings, ServerLlama, dge=settings.dge_config)
+        many = settings.parallel > 1
+        if many:
+            _check_parallel(settings)
+            # the runner has a context of its own, so the one of this instance is as small as can be
+            llm = load(settings, ServerLlama, dge=None, n_ctx=_LEAST_CTX, n_batch=_LEAST_CTX)
+        else:
+            llm = load(settings, ServerLlama, dge=settings.dge_config)
         try:
-            self.runner: Runner = SerialRunner(llm, metrics, waiting)
             self.llm = llm
-            self.n_ctx = int(llm.n_ctx())
+            self.n_ctx = int((settings.n_ctx or llm._model.n_ctx_train()) if many else llm.n_ctx())
             self.chat = ChatFormat(llm, settings)
+            if many and (self.chat.eyes or self.chat.driving):
+                raise ValueError(f"parallel: not with chat_format={settings.chat_format!r}, which decodes by itself")
+            self.runner: Runner = (
+                BatchRunner(llm, settings, self.n_ctx, metrics) if many else SerialRunner(llm, metrics, waiting)
+            )
         except BaseException:
             llm.close()
             raise
@@ -127,7 +146,7 @@ class Engine:
         return {
             "status": "stopping" if self.stopping.is_set() else "ok",
             "model": loaded.settings.alias if loaded is not None else None,
-            "running": len(self._running),
+            "running": sum(job.running for job in set(self._running)),
             "waiting": len(self._queue),
         }
 
