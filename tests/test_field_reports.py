@@ -396,7 +396,8 @@ def test_t51_proposals_in_vain(new_llm: Instances, recall: int) -> None:
     llm = new_llm(dge_of(recall), draft_model=wrong)
     answer = greedy(llm, PROMPT, 60)
     stats = llm.dge_stats
-    assert (
+    assert stats.state == "evicted" and stats.error is None
+    assert stats.rows_after == BUDGET + (0 if recall else DRAFT - 1)
         stats.state == "evicted" and stats.error is None and stats.rows_after == BUDGET + (0 if recall else DRAFT - 1)
     )
     assert llm.draft_model is wrong
