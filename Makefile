@@ -223,7 +223,7 @@ lint: $(TOOLS)
 	$(BIN)/ruff format --check .
 	$(PY) -m mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
-#	$(PY) scripts/check_layers.py
+	$(PY) scripts/check_layers.py
 
 format: $(TOOLS)
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,8 @@
-// Time to choose the rows of 32 layers x 8 KV heads x 32768 scores on one core, by CPU time.
+// Time to select the entries of 32 layers x 8 KV heads x 32768 scores on one core, by CPU time.
 //
 //   make bench-select
 
+#include "llama-dge-policy.h"
 #include "llama-dge-select.h"
 #include "llama-dge.h"
 
@@ -11,8 +12,7 @@
 #include <random>
 #include <vector>
 
-static double run(llama_dge_select_input & input, int32_t policy, int32_t head_budgets, int32_t n_cap) {
-    input.params.policy       = policy;
+static double run(llama_dge_select_input & input, int32_t head_budgets, int32_t n_cap) {
     input.params.head_budgets = head_budgets;
     input.n_cap               = n_cap;
 
@@ -37,28 +37,35 @@ int main() {
 
     llama_dge_select_input input;
 
-    input.params = { LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, LLAMA_DGE_POOLING_MAX, LLAMA_DGE_POOLING_NONE, 7,
-        4, LLAMA_DGE_LAYER_BUDGETS_EXACT, LLAMA_DGE_HEAD_BUDGETS_UNIFORM };
-    input.n_past = 32768;
+    input.params   = { nullptr, LLAMA_DGE_SCORES_POLICY, LLAMA_DGE_POOLING_MAX, 7, 4, LLAMA_DGE_LAYER_BUDGETS_EXACT,
+        LLAMA_DGE_HEAD_BUDGETS_UNIFORM };
+    input.n_past   = 32768;
     input.n_prompt = input.n_past + 8;
     input.layers.resize(32);
 
     for (auto & layer : input.layers) {
         layer.n_head_kv = 8;
-        layer.window.resize((size_t) layer.n_head_kv * input.n_past);
-        for (float & x : layer.window) {
+        layer.own.resize((size_t) layer.n_head_kv * input.n_past);
+        for (float & x : layer.own) {
             x = dist(rng);
         }
     }
 
     printf("median of 5, ms of one core (wanted: 150 or less)\n");
-    printf("%8s %10s %10s %10s\n", "rows", "snapkv", "pyramidkv", "ada-kv");
+    printf("%14s %8s %10s %10s\n", "policy", "entries", "uniform", "adaptive");
 
-    for (const int32_t n_cap : { 504, 2040, 8184 }) {
-        printf("%8d %10.1f %10.1f %10.1f\n", n_cap,
-                run(input, LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_HEAD_BUDGETS_UNIFORM, n_cap),
-                run(input, LLAMA_DGE_POLICY_PYRAMIDKV, LLAMA_DGE_HEAD_BUDGETS_UNIFORM, n_cap),
-                run(input, LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE, n_cap));
+    for (const auto * policy : llama_dge_policies()) {
+        input.params.policy = policy;
+
+        for (const int32_t n_cap : { 504, 2040, 8184 }) {
+            printf("%14s %8d %10.1f", policy->name, n_cap, run(input, LLAMA_DGE_HEAD_BUDGETS_UNIFORM, n_cap));
+
+            if (policy->scorer == LLAMA_DGE_SCORER_NONE) {
+                printf("%11s\n", "");
+            } else {
+                printf(" %10.1f\n", run(input, LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE, n_cap));
+            }
+        }
     }
 
     return 0;

@@ -52,21 +52,21 @@ extern "C" {
 // return codes: 0 is success, negative is an error, positive is "nothing was done, and that is fine"
 enum llama_dge_status {
     LLAMA_DGE_OK               = 0,
-    LLAMA_DGE_NOTHING_TO_EVICT = 1,   // the prompt is not longer than the budget
-    LLAMA_DGE_ERR_PARAMS       = -1,  // see llama_dge_check_params()
-    LLAMA_DGE_ERR_UNSUPPORTED  = -2,  // see llama_dge_supported()
-    LLAMA_DGE_ERR_DISABLED     = -3,  // llama_dge_enable() was not called
-    LLAMA_DGE_ERR_SEQ          = -4,  // no such sequence, or it holds fewer entries than stated, or not from position 0
-    LLAMA_DGE_ERR_QUERIES      = -5,  // queries that the scores need were not captured: evaluate the last `window` prompt
-                                      // tokens again, see llama_dge_seq_reuse()
-    LLAMA_DGE_ERR_SHARED       = -6,  // another sequence shares entries of this one
-    LLAMA_DGE_ERR_EVICTED      = -7,  // the sequence was evicted already
-    LLAMA_DGE_ERR_MEMORY       = -8,  // out of memory
-    LLAMA_DGE_ERR_COMPUTE      = -9,  // the scores could not be computed
-    LLAMA_DGE_ERR_ABORTED      = -10, // the abort callback fired; the next llama_decode() tries again
-    LLAMA_DGE_ERR_CALLBACK     = -11, // the `select` callback failed or returned entries that cannot be kept
-    LLAMA_DGE_ERR_PARK         = -12, // the host copy could not be made, or it is damaged
-    LLAMA_DGE_ERR_LOST         = -13, // a device failed while entries moved: the sequence is empty, evaluate its prompt again
+    LLAMA_DGE_NOTHING_TO_EVICT = 1,  // the prompt is not longer than the budget
+    LLAMA_DGE_ERR_PARAMS       = -1, // see llama_dge_check_params()
+    LLAMA_DGE_ERR_UNSUPPORTED  = -2, // see llama_dge_supported()
+    LLAMA_DGE_ERR_DISABLED     = -3, // llama_dge_enable() was not called
+    LLAMA_DGE_ERR_SEQ          = -4, // no such sequence, or it holds fewer entries than stated, or not from position 0
+    LLAMA_DGE_ERR_QUERIES = -5,   // queries that the scores need were not captured: evaluate the last `window` prompt
+                                  // tokens again, see llama_dge_seq_reuse()
+    LLAMA_DGE_ERR_SHARED   = -6,  // another sequence shares entries of this one
+    LLAMA_DGE_ERR_EVICTED  = -7,  // the sequence was evicted already
+    LLAMA_DGE_ERR_MEMORY   = -8,  // out of memory
+    LLAMA_DGE_ERR_COMPUTE  = -9,  // the scores could not be computed
+    LLAMA_DGE_ERR_ABORTED  = -10, // the abort callback fired; the next llama_decode() tries again
+    LLAMA_DGE_ERR_CALLBACK = -11, // the `select` callback failed or returned entries that cannot be kept
+    LLAMA_DGE_ERR_PARK     = -12, // the host copy could not be made, or it is damaged
+    LLAMA_DGE_ERR_LOST = -13, // a device failed while entries moved: the sequence is empty, evaluate its prompt again
 };
 
 // what ranks the entries
@@ -125,15 +125,15 @@ typedef int32_t (*llama_dge_select_callback)(void * user_data, int32_t il, int32
         const float * scores, int32_t * rows, int32_t * n_rows);
 
 struct llama_dge_params {
-    const char * policy;        // name, see llama_dge_get_policy(); NULL with `select`
-    int32_t      scores;        // enum llama_dge_scores; with `recall` the last queries rank: AUTO or DRAFT
-    int32_t      pooling;       // enum llama_dge_pooling, over neighbouring entries of scores that come from few queries
-    int32_t      kernel_size;   // entries that pooling spans, odd
-    int32_t      budget;        // prompt entries kept per layer and KV head, window included
-    float        budget_share;  // > 0: this share of the prompt, in (0, 1], instead of `budget`
-    int32_t      draft_tokens;  // k >= 1; 1 evicts at the end of prefill
-    int32_t      window;        // >= 1, observation window: last prompt tokens, always kept
-    int32_t      sinks;         // StreamingLLM: attention sinks, first prompt tokens, always kept
+    const char * policy;       // name, see llama_dge_get_policy(); NULL with `select`
+    int32_t      scores;       // enum llama_dge_scores; with `recall` the last queries rank: AUTO or DRAFT
+    int32_t      pooling;      // enum llama_dge_pooling, over neighbouring entries of scores that come from few queries
+    int32_t      kernel_size;  // entries that pooling spans, odd
+    int32_t      budget;       // prompt entries kept per layer and KV head, window included
+    float        budget_share; // > 0: this share of the prompt, in (0, 1], instead of `budget`
+    int32_t      draft_tokens; // k >= 1; 1 evicts at the end of prefill
+    int32_t      window;       // >= 1, observation window: last prompt tokens, always kept
+    int32_t      sinks;        // StreamingLLM: attention sinks, first prompt tokens, always kept
     int32_t      layer_budgets; // enum llama_dge_layer_budgets
     int32_t      head_budgets;  // enum llama_dge_head_budgets; ADAPTIVE needs a policy that ranks by attention
 
@@ -155,10 +155,10 @@ struct llama_dge_params {
     // the last `window` queries, pooled. All entries compete, generated ones as well, so that `budget` entries per layer
     // and KV head are attended however long the answer is. 0: never; RECALL_AUTO: when it pays. Needs PARK_RAM.
     int32_t recall;
-    float   recall_mass;  // RECALL_AUTO: re-select when the kept set's attention mass falls below this fraction of its
-                          // value at the last selection, in (0, 1]
-    bool    recall_async; // a thread selects while decoding goes on with the kept set of the selection before, so each
-                          // takes effect one selection later. Not with `select`.
+    float   recall_mass; // RECALL_AUTO: re-select when the kept set's attention mass falls below this fraction of its
+                         // value at the last selection, in (0, 1]
+    bool recall_async;   // a thread selects while decoding goes on with the kept set of the selection before, so each
+                         // takes effect one selection later. Not with `select`.
 };
 
 #define LLAMA_DGE_RECALL_AUTO (-1)
@@ -166,8 +166,8 @@ struct llama_dge_params {
 // what is known of a policy; static memory
 struct llama_dge_policy_info {
     const char * name;
-    const char * summary; // one sentence in English
-    const char * paper;   // arXiv number
+    const char * summary;     // one sentence in English
+    const char * paper;       // arXiv number
     int32_t      scorer;      // enum llama_dge_scorer
     int32_t      auto_scores; // enum llama_dge_scores that SCORES_AUTO stands for
 };
@@ -226,18 +226,18 @@ struct llama_dge_memory_info {
 
 // what a prompt will need
 struct llama_dge_estimate {
-    int32_t status;        // enum llama_dge_status: OK, or why nothing will be evicted
-    int32_t n_rows;        // entries per layer and KV head just before the eviction, draft included
-    int32_t n_rows_after;  // ... and just after, in the layer and head with the most
-    bool    at_most;       // n_rows_after, and what follows from it, is an upper bound: heads share entries by scores
-    int32_t n_cells;       // cells of the cache just before the eviction
+    int32_t status;       // enum llama_dge_status: OK, or why nothing will be evicted
+    int32_t n_rows;       // entries per layer and KV head just before the eviction, draft included
+    int32_t n_rows_after; // ... and just after, in the layer and head with the most
+    bool    at_most;      // n_rows_after, and what follows from it, is an upper bound: heads share entries by scores
+    int32_t n_cells;      // cells of the cache just before the eviction
     int32_t n_cells_after;
-    int64_t kv;            // bytes of the cache just before the eviction
+    int64_t kv; // bytes of the cache just before the eviction
     int64_t kv_after;
-    int64_t kv_max;        // ... at its full size
-    int64_t compute;       // bytes that the graphs need beside the model's own, while the prompt is evaluated
-    int64_t dge;           // bytes of captured queries, sums, biases
-    int64_t parked;        // bytes of the host copy
+    int64_t kv_max;  // ... at its full size
+    int64_t compute; // bytes that the graphs need beside the model's own, while the prompt is evaluated
+    int64_t dge;     // bytes of captured queries, sums, biases
+    int64_t parked;  // bytes of the host copy
 };
 
 LLAMA_API int32_t llama_dge_abi_version(void);

@@ -297,8 +297,8 @@ void llama_dge_get_memory(const struct llama_context * ctx, struct llama_dge_mem
 
     const auto & dge = memory->dge;
 
-    info->kv          = dge.kv.total_bytes();
-    info->other      -= info->kv;
+    info->kv = dge.kv.total_bytes();
+    info->other -= info->kv;
     info->n_cells     = dge.kv.size();
     info->n_cells_max = dge.elastic.is_on() ? dge.kv.size_max() : dge.kv.size();
     info->parked      = dge.parked_bytes();

@@ -15,6 +15,10 @@
 // queries, are taken in blocks
 static constexpr int64_t LLAMA_DGE_SCORE_BLOCK = 24ll * 1024 * 1024;
 
+// nodes of a block of ordinary operations, and of a block of heads beside its blocks of queries
+static constexpr int64_t LLAMA_DGE_BLOCK_NODES = 20;
+static constexpr int64_t LLAMA_DGE_HEAD_NODES  = 16;
+
 // what the attention of a layer needs besides Q and K
 struct llama_dge_attn {
     float kq_scale   = 0.0f;
@@ -31,7 +35,8 @@ struct llama_dge_score_args {
     ggml_tensor * k    = nullptr; // [n_embd_head, n_kv, n_head_kv] as it lies; null: only `k_all` can be used
     ggml_tensor * mask = nullptr; // [n_kv, n_q]; null: every query sees every key
 
-    // the ordinary operations read these rows of all keys instead, since a free cell may hold NaN
+    // The ordinary operations read these rows of all keys instead, since a free cell may hold NaN. null: the fused operation
+    // computes in any case
     ggml_tensor * k_all  = nullptr; // [n_embd_head*n_head_kv, n_cells]
     ggml_tensor * k_rows = nullptr; // I32 [n_kv]
 
@@ -39,7 +44,7 @@ struct llama_dge_score_args {
     ggml_tensor * acc     = nullptr; // F32 [n_kv, n_head_kv], the result is added to it; null: a tensor of its own
     float         norm    = 1.0f;    // the sum over queries and the group is multiplied by it
 
-    ggml_backend_buffer_t buf        = nullptr; // of K and acc: its device computes
+    ggml_backend_buffer_t buf        = nullptr; // of K and acc: its device computes; null: the CPU
     int64_t               max_blocks = 0;       // of the ordinary operations; 0: no limit
 };
 

@@ -10,8 +10,12 @@ int64_t llama_dge_bias_rows(const llama_dge_kept & kept, size_t i, int64_t n_hea
     const size_t n_cap = llama_dge_capacity(kept);
     const auto & heads = kept[i];
 
-    const auto is_full = [&](const llama_dge_rows & rows) { return rows.size() == n_cap; };
-    const auto is_same = [&](const llama_dge_rows & rows) { return rows.size() == heads[0].size(); };
+    const auto is_full = [&](const llama_dge_rows & rows) {
+        return rows.size() == n_cap;
+    };
+    const auto is_same = [&](const llama_dge_rows & rows) {
+        return rows.size() == heads[0].size();
+    };
 
     if (std::all_of(heads.begin(), heads.end(), is_full)) {
         return 0;
@@ -141,8 +145,8 @@ void llama_dge_bias::sync() {
     dirty = false;
 }
 
-void llama_dge_bias::build(size_t i, ggml_context * ctx, const llama_ubatch & ubatch, ggml_tensor *& kq_mask,
-        ggml_tensor *& kq_b) const {
+void llama_dge_bias::build(
+        size_t i, ggml_context * ctx, const llama_ubatch & ubatch, ggml_tensor *& kq_mask, ggml_tensor *& kq_b) const {
     auto * bias = tensors[i];
 
     const int64_t n_kv     = kq_mask->ne[0];

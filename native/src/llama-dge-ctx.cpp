@@ -149,7 +149,8 @@ bool llama_dge_ctx::others_set(llama_seq_id seq_id, const others & state, int32_
     if (state.data.empty()) {
         return true;
     }
-    if (lctx.state_seq_set_data(seq_id, state.data.data(), state.data.size(), LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) {
+    if (lctx.state_seq_set_data(seq_id, state.data.data(), state.data.size(), LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) ==
+            0) {
         return false;
     }
 

@@ -48,8 +48,8 @@ static int32_t llama_dge_sum_heads(const llama_dge_kv & kv) {
 }
 
 // what an eviction adds
-static void llama_dge_estimate_eviction(const llama_dge & dge, const llama_dge_settings & settings, int32_t n_prompt,
-        llama_dge_estimate & res) {
+static void llama_dge_estimate_eviction(
+        const llama_dge & dge, const llama_dge_settings & settings, int32_t n_prompt, llama_dge_estimate & res) {
     const auto & kv = dge.kv;
 
     llama_dge_kept kept;
@@ -63,7 +63,8 @@ static void llama_dge_estimate_eviction(const llama_dge & dge, const llama_dge_s
     }
 
     // with recall, entries of the answer compete with the prompt's
-    res.n_rows_after = llama_dge_capacity(kept) + settings.window + (settings.recalls() ? 0 : settings.draft_tokens - 1);
+    res.n_rows_after =
+            llama_dge_capacity(kept) + settings.window + (settings.recalls() ? 0 : settings.draft_tokens - 1);
 
     llama_dge_kv::shapes_t bias;
 
@@ -85,7 +86,8 @@ static void llama_dge_estimate_eviction(const llama_dge & dge, const llama_dge_s
     int64_t compute;
     dge.ctx.memory_bytes(context, compute);
 
-    res.parked = res.n_rows * (kv.row_bytes() + (int64_t) sizeof(llama_kv_cell_ext) + sums) + context - kv.total_bytes();
+    res.parked =
+            res.n_rows * (kv.row_bytes() + (int64_t) sizeof(llama_kv_cell_ext) + sums) + context - kv.total_bytes();
 }
 
 static void llama_dge_estimate_all(const llama_dge & dge, const llama_dge_settings & settings, int32_t n_prompt,

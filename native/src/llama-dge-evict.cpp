@@ -169,8 +169,7 @@ void llama_dge::select_input(int32_t n_prompt, int32_t budget, llama_dge_select_
     }
 }
 
-int32_t llama_dge::score(
-        llama_seq_id seq_id, const std::vector<uint32_t> & cells, llama_dge_select_input & input) {
+int32_t llama_dge::score(llama_seq_id seq_id, const std::vector<uint32_t> & cells, llama_dge_select_input & input) {
     const int32_t n_rows   = cells.size();
     const int32_t n_prompt = seqs[seq_id].n_prompt;
 

@@ -15,8 +15,7 @@ static bool llama_dge_is_reserve(const llama_ubatch & ubatch) {
 // what has to be known of a ubatch when its graph runs; one input per graph
 class llm_graph_input_dge : public llm_graph_input_i {
 public:
-    llm_graph_input_dge(llama_dge & dge, const llama_ubatch & ubatch) :
-        dge(dge), bias_version(dge.bias.get_version()) {
+    llm_graph_input_dge(llama_dge & dge, const llama_ubatch & ubatch) : dge(dge), bias_version(dge.bias.get_version()) {
         if (llama_dge_is_reserve(ubatch)) {
             // the most that a batch can need
             n_rows = dge.ring->most(ubatch);

@@ -187,8 +187,7 @@ void llama_dge_kv::write_rows(size_t i, uint32_t strm, int64_t ih,
     put(v(i, strm), src.v, head_lanes_v(i, ih, src.n_cap), head_lanes_v(i, ih, size()));
 }
 
-void llama_dge_kv::copy(
-        size_t i, const llama_dge_entries & dst, const llama_dge_entries & src, size_t n_rows) const {
+void llama_dge_kv::copy(size_t i, const llama_dge_entries & dst, const llama_dge_entries & src, size_t n_rows) const {
     const auto copy = [&](uint8_t * out, const uint8_t * data, const std::vector<llama_dge_lane> & from,
                               const std::vector<llama_dge_lane> & to) {
         for (size_t j = 0; j < from.size(); ++j) {

@@ -90,8 +90,8 @@ bool llama_dge_kv::alloc_layer(size_t i, uint32_t n_cells, llama_dge_layer_mem &
     }
 
     if (!llama_dge_alloc_fails()) {
-        mem.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(
-                mem.ctx.get(), ggml_backend_buffer_get_type(layer.k->buffer)));
+        mem.buf.reset(
+                ggml_backend_alloc_ctx_tensors_from_buft(mem.ctx.get(), ggml_backend_buffer_get_type(layer.k->buffer)));
     }
     if (!mem.buf) {
         return false;

@@ -15,8 +15,6 @@
 // The adapter to llama_kv_cache: the only friend of that class. What it knows of the cache's members stands in
 // patches/README.md. A cell holds one position in all layers; streams are caches side by side.
 
-struct llama_dge;
-
 using llama_dge_bufs = std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>>;
 
 // what a layer of the cache looks like
@@ -86,9 +84,6 @@ struct llama_dge_moves {
 class llama_dge_kv {
 public:
     explicit llama_dge_kv(llama_kv_cache & cache);
-
-    // graphs find their eviction through the cache
-    void attach(llama_dge * dge);
 
     //
     // shape

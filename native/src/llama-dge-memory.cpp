@@ -109,7 +109,9 @@ private:
 };
 
 llama_dge_memory::llama_dge_memory(llama_context & lctx, llama_memory_ptr memory_in, llama_kv_cache & cache) :
-    memory(std::move(memory_in)), dge(lctx, *memory, cache) {}
+    memory(std::move(memory_in)), dge(lctx, *memory, cache) {
+    cache.dge = &dge; // where graphs find it
+}
 
 llama_memory_context_ptr llama_dge_memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) {
     if (!dge.batch_begins(balloc.get_batch())) {

@@ -35,7 +35,8 @@ public:
     void state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) override;
 
     // removes entries by `remove`, which may refuse; false: refused, nothing changed
-    template <typename F> bool rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1, F remove);
+    template <typename F>
+    bool rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1, F remove);
 
 private:
     llama_memory_ptr memory;
@@ -52,7 +53,8 @@ llama_dge_memory * llama_dge_memory_of(const llama_context & lctx);
 // nullptr, or why nothing can be evicted in the context
 const char * llama_dge_unsupported(const llama_context & lctx);
 
-template <typename F> bool llama_dge_memory::rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1, F remove) {
+template <typename F>
+bool llama_dge_memory::rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1, F remove) {
     if (!dge.may_rm(seq_id, p0, p1)) {
         return false;
     }

@@ -79,12 +79,9 @@ struct llama_dge_field {
     }
 };
 
-#define LLAMA_DGE_FIELD(name, least, most) \
-    { { #name, least, most }, offsetof(llama_dge_params, name), false, nullptr }
-#define LLAMA_DGE_FIELD_F(name, least, most) \
-    { { #name, least, most }, offsetof(llama_dge_params, name), true, nullptr }
-#define LLAMA_DGE_FIELD_E(name, most, choices) \
-    { { #name, 0, most }, offsetof(llama_dge_params, name), false, choices }
+#define LLAMA_DGE_FIELD(name, least, most) { { #name, least, most }, offsetof(llama_dge_params, name), false, nullptr }
+#define LLAMA_DGE_FIELD_F(name, least, most) { { #name, least, most }, offsetof(llama_dge_params, name), true, nullptr }
+#define LLAMA_DGE_FIELD_E(name, most, choices) { { #name, 0, most }, offsetof(llama_dge_params, name), false, choices }
 
 static const llama_dge_field llama_dge_fields[] = {
     LLAMA_DGE_FIELD_E(scores, LLAMA_DGE_SCORES_BOTH, "auto draft policy both"),
@@ -161,7 +158,8 @@ static std::string llama_dge_check_ranges(const llama_dge_params & p) {
             continue;
         }
 
-        std::string text = llama_dge_format(field.is_float ? "%s=%g: must be " : "%s=%.0f: must be ", field.info.name, x);
+        std::string text =
+                llama_dge_format(field.is_float ? "%s=%g: must be " : "%s=%.0f: must be ", field.info.name, x);
 
         for (int32_t i = 0; field.choices && i <= field.info.most; ++i) {
             text += llama_dge_choice(field.choices, i) + (i < field.info.most ? ", " : "");
@@ -180,7 +178,8 @@ static std::string llama_dge_check_ranges(const llama_dge_params & p) {
         return llama_dge_format("recall_mass=%g: must be a fraction in (0, 1]", p.recall_mass);
     }
     if (p.park_limit < 0) {
-        return llama_dge_format("park_limit=%lld: must be a number of bytes, or 0 for no limit", (long long) p.park_limit);
+        return llama_dge_format(
+                "park_limit=%lld: must be a number of bytes, or 0 for no limit", (long long) p.park_limit);
     }
 
     return "";
@@ -211,23 +210,27 @@ static std::string llama_dge_check_budgets(const llama_dge_params & p) {
         return "head_budgets=\"table\": a policy of your own decides the entries of each head itself";
     }
     if (is_table != (p.n_table > 0) || (is_table && !p.table)) {
-        return llama_dge_format("n_table=%d: must be the entries in `table` with head_budgets=\"table\", else 0", p.n_table);
+        return llama_dge_format(
+                "n_table=%d: must be the entries in `table` with head_budgets=\"table\", else 0", p.n_table);
     }
     for (int32_t i = 0; i < p.n_table; ++i) {
         if (p.table[i] < n_least || p.table[i] > LLAMA_DGE_MAX_ROWS) {
-            return llama_dge_format("head_budgets: %d entries of a head must be in %d .. %d: they include the window (and the sinks)",
+            return llama_dge_format(
+                    "head_budgets: %d entries of a head must be in %d .. %d: they include the window (and the sinks)",
                     p.table[i], n_least, LLAMA_DGE_MAX_ROWS);
         }
     }
 
     if (p.head_budgets == LLAMA_DGE_HEAD_BUDGETS_ADAPTIVE &&
             (p.select || llama_dge_find_policy(p.policy)->scorer == LLAMA_DGE_SCORER_NONE)) {
-        return llama_dge_format("head_budgets=\"adaptive\": needs a policy that ranks by attention, which policy=\"%s\" does not",
+        return llama_dge_format(
+                "head_budgets=\"adaptive\": needs a policy that ranks by attention, which policy=\"%s\" does not",
                 p.policy ? p.policy : "custom");
     }
 
     if (!is_table && !(p.budget_share > 0.0f) && p.budget < n_least) {
-        return llama_dge_format("budget=%d: must be at least %d: it includes window=%d and what the policy always keeps (sinks=%d with \"streamingllm\")",
+        return llama_dge_format("budget=%d: must be at least %d: it includes window=%d and what the policy always "
+                                "keeps (sinks=%d with \"streamingllm\")",
                 p.budget, n_least, p.window, p.sinks);
     }
 
@@ -248,10 +251,12 @@ static std::string llama_dge_check_park(const llama_dge_params & p) {
         return "";
     }
     if (p.park != LLAMA_DGE_PARK_RAM) {
-        return llama_dge_format("recall=%s: needs park=\"ram\", not %s: each selection reads the host copy", recall.c_str(), park.c_str());
+        return llama_dge_format("recall=%s: needs park=\"ram\", not %s: each selection reads the host copy",
+                recall.c_str(), park.c_str());
     }
     if (p.scores != LLAMA_DGE_SCORES_AUTO && p.scores != LLAMA_DGE_SCORES_DRAFT) {
-        return llama_dge_format("scores=%s: must be \"auto\" or \"draft\" with recall=%s: the last queries rank the entries",
+        return llama_dge_format(
+                "scores=%s: must be \"auto\" or \"draft\" with recall=%s: the last queries rank the entries",
                 llama_dge_choice("auto draft policy both", p.scores).c_str(), recall.c_str());
     }
     return "";
@@ -270,7 +275,8 @@ int32_t llama_dge_least_budget(const struct llama_dge_params * params) {
 int32_t llama_dge_check_params(const struct llama_dge_params * params, char * reason, size_t n) {
     std::string text;
 
-    for (const auto check : { llama_dge_check_ranges, llama_dge_check_policy, llama_dge_check_budgets, llama_dge_check_park }) {
+    for (const auto check :
+            { llama_dge_check_ranges, llama_dge_check_policy, llama_dge_check_budgets, llama_dge_check_park }) {
         text = check(*params);
         if (!text.empty()) {
             break;

@@ -29,7 +29,8 @@ std::shared_ptr<llama_dge_store> llama_dge_park(const llama_dge_place & where, c
     const int64_t n_bytes = args.n_bytes + store->n_bytes();
 
     if (args.limit > 0 && n_bytes > args.limit) {
-        LLAMA_LOG_WARN("%s: host copies would take %lld bytes, which is above the limit of park_limit=%lld: raise it, or set park to \"disk\" or \"off\"\n",
+        LLAMA_LOG_WARN("%s: host copies would take %lld bytes, which is above the limit of park_limit=%lld: raise it, "
+                       "or set park to \"disk\" or \"off\"\n",
                 __func__, (long long) n_bytes, (long long) args.limit);
         status = LLAMA_DGE_ERR_PARK;
         return nullptr;

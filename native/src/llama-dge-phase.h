@@ -7,8 +7,8 @@
 
 enum llama_dge_phase {
     LLAMA_DGE_PHASE_EMPTY,
-    LLAMA_DGE_PHASE_FULL,      // holds entries, nothing was evicted
-    LLAMA_DGE_PHASE_ARMED,     // an eviction will follow
+    LLAMA_DGE_PHASE_FULL,  // holds entries, nothing was evicted
+    LLAMA_DGE_PHASE_ARMED, // an eviction will follow
     LLAMA_DGE_PHASE_EVICTED,
     LLAMA_DGE_PHASE_SELECTING, // evicted, and a thread selects again
     LLAMA_DGE_PHASE_LOST,      // emptied because a device failed

@@ -31,8 +31,7 @@ int32_t llama_dge::park_tail(llama_seq_id seq_id, const std::vector<uint32_t> & 
     if (n_rows <= store.n_rows) {
         return LLAMA_DGE_OK;
     }
-    if (settings.park_limit > 0 &&
-            parked_bytes() + store.n_bytes_rows(n_rows - store.n_rows) > settings.park_limit) {
+    if (settings.park_limit > 0 && parked_bytes() + store.n_bytes_rows(n_rows - store.n_rows) > settings.park_limit) {
         return LLAMA_DGE_ERR_PARK;
     }
 

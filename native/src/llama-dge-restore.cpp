@@ -54,8 +54,8 @@ int32_t llama_dge::restore(llama_seq_id seq_id, int32_t n_match) {
     seq.origin   = store->origin;
     seq.restored = { n, ggml_time_us() - t0 };
 
-    LLAMA_LOG_DEBUG("%s: seq %d: %d entries are back after %.1f ms\n", __func__, seq_id, n,
-            seq.restored.t_restore_us / 1e3);
+    LLAMA_LOG_DEBUG(
+            "%s: seq %d: %d entries are back after %.1f ms\n", __func__, seq_id, n, seq.restored.t_restore_us / 1e3);
 
     return n;
 }

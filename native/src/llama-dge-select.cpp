@@ -41,7 +41,9 @@ static void llama_dge_pool_max(std::vector<float> & data, int64_t half) {
     const float none = -std::numeric_limits<float>::infinity();
 
     // a NaN compares false and loses
-    const auto greater = [](float a, float b) { return b > a ? b : a; };
+    const auto greater = [](float a, float b) {
+        return b > a ? b : a;
+    };
 
     std::vector<float> left(n + k, none);
     for (int64_t i = 0; i < n; ++i) {
@@ -288,8 +290,7 @@ std::vector<int32_t> llama_dge_adaptive_caps(const llama_dge_ranks & ranks, int3
 static std::vector<int32_t> llama_dge_layer_caps(const llama_dge_select_input & input) {
     const auto * policy = input.params.policy;
 
-    return policy && policy->caps ? policy->caps(input)
-                                  : std::vector<int32_t>(input.layers.size(), input.n_cap);
+    return policy && policy->caps ? policy->caps(input) : std::vector<int32_t>(input.layers.size(), input.n_cap);
 }
 
 std::vector<std::vector<int32_t>> llama_dge_most_rows(const llama_dge_select_input & input) {
@@ -330,7 +331,9 @@ bool llama_dge_select(const llama_dge_select_input & input, llama_dge_kept & kep
         if (!input.params.policy) {
             kept[i].resize(n_head);
 
-            const auto is_ok = [&](const llama_dge_rows & rows) { return llama_dge_rows_ok(rows, input.n_past); };
+            const auto is_ok = [&](const llama_dge_rows & rows) {
+                return llama_dge_rows_ok(rows, input.n_past);
+            };
 
             if (!input.custom(i, caps[i], ranks, kept[i]) || !std::all_of(kept[i].begin(), kept[i].end(), is_ok)) {
                 return false;

@@ -29,8 +29,7 @@ void llama_dge_selection::wait() {
 int32_t llama_dge_selection::score(size_t i, int32_t n, std::vector<float> & scores) {
     const auto & layer = layers[i];
 
-    return scorer->score(
-            kv.layer(i), layer.attn, layer.sinks, layer.q, n_q, n, store->entries(i).k, n_rows, scores);
+    return scorer->score(kv.layer(i), layer.attn, layer.sinks, layer.q, n_q, n, store->entries(i).k, n_rows, scores);
 }
 
 void llama_dge_selection::run() {

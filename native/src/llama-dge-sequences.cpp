@@ -226,7 +226,8 @@ void llama_dge::state_cells(uint32_t strm, llama_seq_id seq_id, uint32_t n_cells
 void llama_dge::not_loaded(llama_seq_id seq_id) {
     for (size_t s = 0; s < seqs.size(); ++s) {
         // llama.cpp clears what it began to read; where it had not begun, nothing changed
-        if ((seq_id < 0 || (llama_seq_id) s == seq_id) && kv.pos_max(s) < 0 && seqs[s].phase() != LLAMA_DGE_PHASE_LOST) {
+        if ((seq_id < 0 || (llama_seq_id) s == seq_id) && kv.pos_max(s) < 0 &&
+                seqs[s].phase() != LLAMA_DGE_PHASE_LOST) {
             on(s, LLAMA_DGE_EVENT_REMOVE_ALL);
         }
     }
@@ -254,11 +255,11 @@ void llama_dge::loaded(llama_seq_id seq_id, llama_dge_seq * seq) {
 
     auto & to = seqs[seq_id];
 
-    to.n_prompt   = seq->n_prompt;
-    to.kept       = std::move(seq->kept);
-    to.boundary   = seq->boundary;
-    to.pos_min    = seq->pos_min;
-    to.stats      = seq->stats;
+    to.n_prompt = seq->n_prompt;
+    to.kept     = std::move(seq->kept);
+    to.boundary = seq->boundary;
+    to.pos_min  = seq->pos_min;
+    to.stats    = seq->stats;
 
     bias.set(seq_id, &to.kept, to.pos_min);
 }

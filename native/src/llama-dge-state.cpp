@@ -98,8 +98,7 @@ void llama_dge_state_write(const llama_dge & dge, llama_io_write_i & io, llama_s
     }
 }
 
-static llama_dge_seq llama_dge_state_read_seq(
-        llama_dge & dge, llama_io_read_i & io, const llama_dge_state_seq & head) {
+static llama_dge_seq llama_dge_state_read_seq(llama_dge & dge, llama_io_read_i & io, const llama_dge_state_seq & head) {
     const auto & kv = dge.kv;
 
     const int32_t n_cap = head.n_after - (head.n_before - head.pos_min);

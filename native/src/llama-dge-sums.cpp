@@ -99,12 +99,12 @@ void llama_dge_sums::build(size_t i, ggml_context * ctx, ggml_cgraph * gf, const
     ggml_tensor * sums = tensors[i];
 
     for (int64_t s = 0; s < n_stream; ++s) {
-        ggml_tensor * q = ggml_view_3d(
-                ctx, q_cur, n_embd, q_cur->ne[1], n_q, q_cur->nb[1], q_cur->nb[2], s * n_q * q_cur->nb[2]);
+        ggml_tensor * q =
+                ggml_view_3d(ctx, q_cur, n_embd, q_cur->ne[1], n_q, q_cur->nb[1], q_cur->nb[2], s * n_q * q_cur->nb[2]);
         ggml_tensor * ks = ggml_view_3d(ctx, k, n_embd, n_head_kv, n_kv, k->nb[1], k->nb[2], s * k->nb[3]);
 
-        ggml_tensor * acc  = ggml_view_2d(ctx, sums, n_kv, n_head_kv, sums->nb[1],
-                (kv.stream_begin(ubatch) + s) * sums->nb[2]);
+        ggml_tensor * acc =
+                ggml_view_2d(ctx, sums, n_kv, n_head_kv, sums->nb[1], (kv.stream_begin(ubatch) + s) * sums->nb[2]);
         ggml_tensor * keep = ggml_view_1d(ctx, inp.keep, n_kv, s * inp.keep->nb[2]);
 
         llama_dge_score_args args;
@@ -161,8 +161,8 @@ int64_t llama_dge_sums::n_nodes(uint32_t n_tokens) const {
 // sums on the host
 //
 
-void llama_dge_sums::read(size_t i, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n,
-        std::vector<float> & res) const {
+void llama_dge_sums::read(
+        size_t i, llama_seq_id seq_id, const std::vector<uint32_t> & cells, int32_t n, std::vector<float> & res) const {
     const auto * sums = tensors[i];
 
     const int64_t n_kv      = sums->ne[0];

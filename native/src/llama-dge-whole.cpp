@@ -10,9 +10,7 @@
 
 llama_dge::llama_dge(llama_context & lctx, llama_memory_i & memory, llama_kv_cache & cache) :
     kv(cache), ctx(lctx, memory), elastic(kv), ring(new llama_dge_ring(kv)), sums(new llama_dge_sums(kv)), bias(kv),
-    layers(kv.n_layer()), seqs(kv.n_seq_all()), memory(memory), selections(kv.n_seq_all()) {
-    kv.attach(this);
-}
+    layers(kv.n_layer()), seqs(kv.n_seq_all()), memory(memory), selections(kv.n_seq_all()) {}
 
 llama_dge::~llama_dge() = default;
 

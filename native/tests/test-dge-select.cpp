@@ -1,5 +1,6 @@
 // Which rows stay: every function of llama-dge-select.h against brute force, on small inputs exhaustively.
 
+#include "llama-dge-policy.h"
 #include "llama-dge-select.h"
 #include "llama-dge.h"
 
@@ -124,6 +125,38 @@ static void test_pool() {
     CHECK(y.empty());
 }
 
+// every kernel over values that are infinite or no number, against the definition
+static void test_pool_any() {
+    std::mt19937 rng(5);
+    const float  special[] = { f_nan, -f_inf, f_inf, 0.0f };
+
+    for (int it = 0; it < 2000; ++it) {
+        std::vector<float> x(rng() % 40 + 1);
+        for (float & v : x) {
+            v = rng() % 8 == 0 ? special[rng() % 4] : (float) (rng() % 100) / 8; // sums of these are exact
+        }
+
+        const int n      = x.size();
+        const int kernel = 2 * (rng() % 50) + 1;
+
+        auto max = x;
+        auto avg = x;
+        llama_dge_pool(max, LLAMA_DGE_POOLING_MAX, kernel);
+        llama_dge_pool(avg, LLAMA_DGE_POOLING_AVG, kernel);
+
+        for (int i = 0; i < n && kernel > 1; ++i) {
+            float  best = -f_inf;
+            double sum  = 0.0;
+            for (int j = std::max(0, i - kernel / 2); j <= std::min(n - 1, i + kernel / 2); ++j) {
+                best = x[j] > best ? x[j] : best;
+                sum += x[j];
+            }
+            CHECK(max[i] == best);
+            CHECK(std::isnan(sum) ? std::isnan(avg[i]) : avg[i] == (float) (sum / kernel));
+        }
+    }
+}
+
 static void test_normalize() {
     std::vector<float> x = { 1, 3 };
     llama_dge_normalize(x);
@@ -144,9 +177,9 @@ static llama_dge_kept select_ok(const llama_dge_select_input & input) {
     return kept;
 }
 
-static llama_dge_select_input make_input(int policy, int scores, int n_past, int n_cap, int n_head_kv) {
+static llama_dge_select_input make_input(const char * policy, int scores, int n_past, int n_cap, int n_head_kv) {
     llama_dge_select_input input;
-    input.params   = { policy, scores, LLAMA_DGE_POOLING_MAX, LLAMA_DGE_POOLING_NONE, 1, 4, 0, 0 };
+    input.params   = { llama_dge_find_policy(policy), scores, LLAMA_DGE_POOLING_MAX, 1, 4, 0, 0 };
     input.n_prompt = n_past + 8;
     input.n_past   = n_past;
     input.n_cap    = n_cap;
@@ -159,7 +192,7 @@ static void test_streamingllm() {
     for (int n_past = 0; n_past <= 12; ++n_past) {
         for (int n_cap = 0; n_cap <= n_past; ++n_cap) {
             for (int sinks = 0; sinks <= 13; ++sinks) {
-                auto input = make_input(LLAMA_DGE_POLICY_STREAMINGLLM, LLAMA_DGE_SCORES_DRAFT, n_past, n_cap, 2);
+                auto input         = make_input("streamingllm", LLAMA_DGE_SCORES_DRAFT, n_past, n_cap, 2);
                 input.params.sinks = sinks;
 
                 const auto kept = select_ok(input);
@@ -179,9 +212,9 @@ static void test_streamingllm() {
 
 static void test_snapkv() {
     // heads choose on their own
-    auto input             = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
-    input.layers[0].window = { 9, 0, 0, 8, 0, 7, 6, 0 };
-    input.layers[0].draft  = { 0, 1, 1, 0, 1, 0, 0, 1 };
+    auto input            = make_input("snapkv", LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
+    input.layers[0].own   = { 9, 0, 0, 8, 0, 7, 6, 0 };
+    input.layers[0].draft = { 0, 1, 1, 0, 1, 0, 0, 1 };
 
     auto kept = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 0, 3 }));
@@ -197,18 +230,17 @@ static void test_snapkv() {
     kept                = select_ok(input);
     CHECK(kept[0][0] == llama_dge_rows({ 0, 2 })); // 0.529 0.5 0.5 0.471; of the equal ones the later
 
-    // the draft is pooled only when asked to ...
-    input                    = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_DRAFT, 7, 3, 1);
+    // own score and draft are pooled alike
+    input                    = make_input("snapkv", LLAMA_DGE_SCORES_DRAFT, 7, 3, 1);
     input.params.kernel_size = 3;
+    input.params.pooling     = LLAMA_DGE_POOLING_NONE;
     input.layers[0].draft    = { 0, 9, 0, 1, 2, 0, 0 };
     CHECK(select_ok(input)[0][0] == llama_dge_rows({ 1, 3, 4 }));
-    input.params.draft_pooling = LLAMA_DGE_POOLING_MAX;
+    input.params.pooling = LLAMA_DGE_POOLING_MAX;
     CHECK(select_ok(input)[0][0] == llama_dge_rows({ 0, 1, 2 }));
 
-    // ... and with "both" and no pooling of its own it is pooled like the window
-    input.params.draft_pooling = LLAMA_DGE_POOLING_NONE;
-    input.params.scores        = LLAMA_DGE_SCORES_BOTH;
-    input.layers[0].window     = { 0, 0, 0, 0, 0, 0, 0 };
+    input.params.scores = LLAMA_DGE_SCORES_BOTH;
+    input.layers[0].own = { 0, 0, 0, 0, 0, 0, 0 };
     CHECK(select_ok(input)[0][0] == llama_dge_rows({ 0, 1, 2 }));
 
     // nothing but the window stays
@@ -227,27 +259,27 @@ static void test_property() {
         const int n_past = rng() % 60 + 1;
         const int n_head = rng() % 4 + 1;
 
-        auto input = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, n_past, rng() % (n_past + 1), n_head);
+        auto input = make_input("snapkv", LLAMA_DGE_SCORES_POLICY, n_past, rng() % (n_past + 1), n_head);
         for (int i = 0; i < n_head * n_past; ++i) {
             const float special[] = { f_nan, -f_inf, f_inf, 1e30f, 0.0f };
-            input.layers[0].window.push_back(rng() % 9 == 0 ? special[rng() % 5] : (float) (rng() % 1000));
+            input.layers[0].own.push_back(rng() % 9 == 0 ? special[rng() % 5] : (float) (rng() % 1000));
         }
 
         const auto kept = select_ok(input);
         for (int ih = 0; ih < n_head; ++ih) {
-            const auto begin = input.layers[0].window.begin() + ih * n_past;
+            const auto begin = input.layers[0].own.begin() + ih * n_past;
             CHECK(kept[0][ih] == top_rows_ref(std::vector<float>(begin, begin + n_past), input.n_cap));
         }
     }
 }
 
 static std::vector<int32_t> pyramid(int n_layer, int n_prompt, int n_past, int n_cap, int layer_budgets) {
-    llama_dge_select_input input = make_input(LLAMA_DGE_POLICY_PYRAMIDKV, LLAMA_DGE_SCORES_POLICY, n_past, n_cap, 1);
+    llama_dge_select_input input = make_input("pyramidkv", LLAMA_DGE_SCORES_POLICY, n_past, n_cap, 1);
     input.n_prompt               = n_prompt;
     input.params.layer_budgets   = layer_budgets;
     input.layers.assign(n_layer, input.layers[0]);
 
-    return llama_dge_policy_pyramidkv.caps(input);
+    return input.params.policy->caps(input);
 }
 
 static void test_pyramidkv() {
@@ -286,10 +318,10 @@ static void test_pyramidkv() {
     }
 
     // each layer takes its own number of the best rows
-    auto input = make_input(LLAMA_DGE_POLICY_PYRAMIDKV, LLAMA_DGE_SCORES_POLICY, 40, 5, 1);
-    input.layers[0].window.resize(40);
+    auto input = make_input("pyramidkv", LLAMA_DGE_SCORES_POLICY, 40, 5, 1);
+    input.layers[0].own.resize(40);
     for (int i = 0; i < 40; ++i) {
-        input.layers[0].window[i] = (float) i;
+        input.layers[0].own[i] = (float) i;
     }
     input.layers.assign(3, input.layers[0]);
     const auto kept = select_ok(input); // 9.75, 5, 0.25 -> 10, 5, 0
@@ -348,29 +380,56 @@ static void test_adaptive() {
             llama_dge_adaptive_caps({ { 1, 1, 1, 9, 9, 9, 9, 9, 9, 9 }, { 5, 5, 5, 0, 0, 0, 0, 0, 0, 0 } }, 5);
     CHECK(sum_of(caps) == 10 && caps[0] > caps[1]);
 
-    auto input                = make_input(LLAMA_DGE_POLICY_SNAPKV, LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
+    auto input                = make_input("snapkv", LLAMA_DGE_SCORES_POLICY, 4, 2, 2);
     input.params.head_budgets = LLAMA_DGE_HEAD_BUDGETS_TABLE;
     input.table               = { { 0, 9 } };
-    input.layers[0].window    = { 9, 0, 0, 8, 0, 7, 6, 0 };
+    input.layers[0].own       = { 9, 0, 0, 8, 0, 7, 6, 0 };
     const auto kept           = select_ok(input);
     CHECK(kept[0][0].empty() && kept[0][1] == llama_dge_rows({ 0, 1, 2, 3 })); // no more than there are
 }
 
+// what an estimate says before there are scores is never less than what is kept
+static void test_most_rows() {
+    std::mt19937 rng(11);
+
+    for (int it = 0; it < 500; ++it) {
+        const int    n_past   = rng() % 60 + 1;
+        const int    n_head   = rng() % 4 + 1;
+        const char * policy[] = { "snapkv", "pyramidkv", "streamingllm", "h2o" };
+
+        auto input = make_input(policy[rng() % 4], LLAMA_DGE_SCORES_POLICY, n_past, rng() % (n_past + 1), n_head);
+        input.params.head_budgets = input.params.policy->scorer != LLAMA_DGE_SCORER_NONE ? rng() % 2 : 0;
+        for (int i = 0; i < n_head * n_past; ++i) {
+            input.layers[0].own.push_back((float) (rng() % 1000));
+        }
+        input.layers.assign(3, input.layers[0]);
+
+        const auto most = llama_dge_most_rows(input);
+        const auto kept = select_ok(input);
+        for (int i = 0; i < 3; ++i) {
+            for (int ih = 0; ih < n_head; ++ih) {
+                const int n = kept[i][ih].size();
+                CHECK(input.params.head_budgets ? n <= most[i][ih] : n == most[i][ih]);
+            }
+        }
+    }
+}
+
 static void test_h2o() {
     // the policy's own score is a sum over the whole prompt and is not pooled
-    auto input               = make_input(LLAMA_DGE_POLICY_H2O, LLAMA_DGE_SCORES_POLICY, 5, 2, 1);
+    auto input               = make_input("h2o", LLAMA_DGE_SCORES_POLICY, 5, 2, 1);
     input.params.kernel_size = 3;
-    input.layers[0].window   = { 0, 9, 0, 0, 8 };
+    input.layers[0].own      = { 0, 9, 0, 0, 8 };
     CHECK(select_ok(input)[0][0] == llama_dge_rows({ 1, 4 }));
 
-    CHECK(llama_dge_needs_sums(input.params) && !llama_dge_needs_window_scores(input.params));
+    CHECK(llama_dge_needs_sums(input.params) && !llama_dge_needs_own_queries(input.params));
     input.params.scores = LLAMA_DGE_SCORES_DRAFT;
-    CHECK(!llama_dge_needs_sums(input.params) && llama_dge_needs_draft_scores(input.params));
+    CHECK(!llama_dge_needs_sums(input.params) && llama_dge_needs_draft_queries(input.params));
 }
 
 static void test_custom() {
-    auto input             = make_input(LLAMA_DGE_POLICY_CUSTOM, LLAMA_DGE_SCORES_POLICY, 4, 2, 1);
-    input.layers[0].window = { 4, 3, 2, 1 };
+    auto input          = make_input(nullptr, LLAMA_DGE_SCORES_POLICY, 4, 2, 1);
+    input.layers[0].own = { 4, 3, 2, 1 };
 
     llama_dge_rows answer = { 1, 3 };
     bool           ok     = true;
@@ -396,16 +455,18 @@ static void test_custom() {
 }
 
 int main() {
-    CHECK(llama_dge_get_policy(-1) == nullptr && llama_dge_get_policy(99) == nullptr);
+    CHECK(llama_dge_find_policy("no such policy") == nullptr && llama_dge_find_policy(nullptr) == nullptr);
 
     test_top_rows();
     test_pool();
+    test_pool_any();
     test_normalize();
     test_streamingllm();
     test_snapkv();
     test_property();
     test_pyramidkv();
     test_adaptive();
+    test_most_rows();
     test_h2o();
     test_custom();
 

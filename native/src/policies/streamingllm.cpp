@@ -1,9 +1,6 @@
 #include "llama-dge-policy.h"
 #include "llama-dge.h"
 
-#include <algorithm>
-#include <limits>
-
 // StreamingLLM, arXiv 2309.17453: attention sinks and the most recent entries, whatever the attention. Entries keep their
 // original positions, as in the field's benchmark code and unlike the paper's cache, which renumbers them.
 
@@ -12,7 +9,7 @@ static void llama_dge_streamingllm_rank(const llama_dge_select_input & input, ll
         rank.resize(input.n_past);
 
         for (int32_t i = 0; i < input.n_past; ++i) {
-            rank[i] = i < input.params.sinks ? std::numeric_limits<float>::infinity() : (float) i;
+            rank[i] = (float) (i < input.params.sinks ? 2 * input.n_past - i : i); // sinks first, then the latest
         }
     }
 }
