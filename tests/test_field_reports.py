@@ -398,8 +398,6 @@ def test_t51_proposals_in_vain(new_llm: Instances, recall: int) -> None:
     stats = llm.dge_stats
     assert stats.state == "evicted" and stats.error is None
     assert stats.rows_after == BUDGET + (0 if recall else DRAFT - 1)
-        stats.state == "evicted" and stats.error is None and stats.rows_after == BUDGET + (0 if recall else DRAFT - 1)
-    )
     assert llm.draft_model is wrong
     if recall:
         assert stats.n_recalls >= 10 and stats.rows <= BUDGET + 4 + 11
