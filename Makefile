@@ -35,7 +35,7 @@ help:
 	@echo 'make setup     build and install llama-dge into $(VENV)'
 	@echo 'make demo      answer a question about a long document, full cache and DGE side by side'
 	@echo 'make test      unit tests in C++ (sanitizers) and Python'
-	@echo 'make lint      ruff, mypy, clang-format'
+	@echo 'make lint      ruff, mypy, clang-format, layers of native/src'
 	@echo 'make format    rewrite sources in the project style'
 	@echo 'make patches   check the patches to llama.cpp and what they rely on; patches-apply, -refresh, -bump, probes'
 	@echo 'make bench     llama-dge bench: speed and memory before and after a cut, beside full cache and stock'

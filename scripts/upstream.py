@@ -46,7 +46,7 @@ from upstream_tree import (
     write_stamp,
 )
 
-MAX_ADDED = 300
+MAX_ADDED = 150
 
 
 def patch_subject(text: str) -> str:

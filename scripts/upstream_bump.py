@@ -32,7 +32,7 @@ from upstream_tree import (
 
 # files that name the version, and how often
 NAMED_IN = {
-    "pyproject.toml": 2,
+    "pyproject.toml": 1,
     "requirements/runtime.txt": 1,
     "python/llama_dge/_library.py": 1,
     "tests/test_cli.py": 1,

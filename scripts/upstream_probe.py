@@ -131,7 +131,7 @@ def table(probes: Iterable[Probe]) -> str:
     rows = ["| probe | file | what | used for | our files |", "| --- | --- | --- | --- | --- |"]
     for probe in probes:
         ours = ", ".join(f"`{Path(name).name}`" for name in probe.ours)
-        rows.append(f"| `{probe.name}` | `{probe.file}` | {probe.what} | {probe.why} | {ours} |")
+        rows.append(f"| `{probe.name}` | {probe.file} | {probe.what} | {probe.why} | {ours} |")
     return "\n".join(rows) + "\n"
 
 

@@ -18,8 +18,8 @@ SOUND = {
     "native/src/llama-dge-kv-entries.cpp": '#include "llama-dge-kv.h"\n#include "llama-dge-ctx.h"\n',
     "native/src/llama-dge-ctx.h": "// llama_dge owns it\n#pragma once\n",
     "native/src/llama-dge-store-file.cpp": "#include <unistd.h>\n",
-    "native/src/llama-dge-impl.h": '#include "llama-dge-kv.h"\nstruct llama_dge {};\n',
-    "native/src/llama-dge-api.cpp": '#include "llama-dge-impl.h"\n#include "../src/llama-dge-rows.h"\n',
+    "native/src/llama-dge-whole.h": '#include "llama-dge-kv.h"\nstruct llama_dge {};\n',
+    "native/src/llama-dge-api.cpp": '#include "llama-dge-whole.h"\n#include "../src/llama-dge-rows.h"\n',
     "patches/0010-friends.patch": "+    friend struct llama_dge_kv;\n+friend class llama_dge_ctx;\n friend x;\n",
 }
 
@@ -49,8 +49,8 @@ def test_a_sound_tree_passes(tmp_path: Path) -> None:
     [
         (
             "native/src/llama-dge-kv.h",
-            '#pragma once\n#  include "llama-dge-impl.h"\n',
-            "llama-dge-kv.h:2: layer adapters includes llama-dge-impl.h of the higher layer whole",
+            '#pragma once\n#  include "llama-dge-whole.h"\n',
+            "llama-dge-kv.h:2: layer adapters includes llama-dge-whole.h of the higher layer whole",
         ),
         (
             "native/src/policies/snapkv.cpp",

@@ -176,7 +176,7 @@ static_assert(std::is_trivially_copyable_v<llama_kv_cell_ext>);
         what="shifts and stream copies run in `llama_kv_cache::update`, which `apply` calls for a context without "
         "ubatches",
         why="the moment of an eviction: after what waited, before the batch",
-        ours=("src/llama-dge-memory.cpp", "src/llama-dge.cpp"),
+        ours=("src/llama-dge-memory.cpp",),
         texts=(
             Order(
                 "src/llama-kv-cache.cpp",

@@ -142,7 +142,7 @@ HAS(llama_hparams::no_alloc, bool);
         what="`decode` runs `sched_reserve`, `memory_update`, `init_batch`; a null context makes it return -2, "
         "one that failed to prepare makes it return 1, after one more update",
         why="the moment of an eviction; growth before a batch; refusal of batches that continue a lost sequence",
-        ours=(*_MEMORY, "src/llama-dge.cpp"),
+        ours=(*_MEMORY, "src/llama-dge-whole.cpp"),
         texts=(
             Order(
                 "src/llama-context.cpp",

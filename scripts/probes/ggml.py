@@ -105,7 +105,7 @@ static_assert(CACHE_LINE_SIZE >= 64);
         what="the allocator leaves tensors alone whose `data` is set; the CPU backend computes on them without a "
         "buffer",
         why="scores of keys in the host copy",
-        ours=("src/llama-dge-scorer.cpp",),
+        ours=("src/llama-dge-selector.cpp",),
         texts=(
             Order(
                 "ggml/src/ggml-alloc.c",

@@ -162,9 +162,10 @@ static_assert(std::is_base_of_v<llama_memory_i, llama_kv_cache_iswa> &&
     Probe(
         name="memory-partial",
         file="src/llama-kv-cache-iswa.cpp",
-        what="a state with `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` holds sliding-window and recurrent layers alone",
-        why="host copies of layers that are not evicted",
-        ours=("src/llama-dge-ctx.cpp",),
+        what="a state starts with the cache of global layers; with `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY` it holds "
+        "sliding-window and recurrent layers alone",
+        why="the section of an evicted sequence in a state; host copies of layers that are not evicted",
+        ours=("src/llama-dge-ctx.cpp", "src/llama-dge-memory.cpp"),
         texts=(
             Order(
                 "src/llama-kv-cache-iswa.cpp",
@@ -172,6 +173,8 @@ static_assert(std::is_base_of_v<llama_memory_i, llama_kv_cache_iswa> &&
                     "if ((flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) { kv_base->state_write(io, seq_id, "
                     "flags); }",
                     "kv_swa->state_write(io, seq_id, flags);",
+                    "kv_base->state_read(io, seq_id, flags); }",
+                    "kv_swa->state_read(io, seq_id, flags);",
                 ),
             ),
             Order(
@@ -180,6 +183,8 @@ static_assert(std::is_base_of_v<llama_memory_i, llama_kv_cache_iswa> &&
                     "if ((flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) == 0) { mem_attn->state_write(io, seq_id, "
                     "flags); }",
                     "mem_recr->state_write(io, seq_id, flags);",
+                    "if (read_attn) { mem_attn->state_read(io, seq_id, flags); }",
+                    "mem_recr->state_read(io, seq_id, flags);",
                 ),
             ),
         ),
