@@ -1,9 +1,10 @@
-"""What README.md says must be so."""
+"""What README.md and the pages of docs/ say must be so."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from llama_dge import DGEConfig
+from llama_dge.cli import _parser
+from llama_dge.cli._options import flash_attn_flags, resolve_model
+from llama_dge.eval.arms import STARTS, parse_arm, parse_arms, without_budget
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
@@ -57,3 +61,32 @@ def test_python_of_the_readme_runs_as_pasted() -> None:
     before, after = re.search(r"(\d+) -> (\d+) rows", done.stdout).groups()  # type: ignore[union-attr]
     assert int(before) > 2000
     assert int(after) == 256 + 3  # k - 1 rows of the draft come on top
+
+
+def commands_of(page: Path) -> list[str]:
+    """The calls of llama-dge in a page's blocks of shell commands."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("llama-dge ")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_understood(page: Path) -> None:
+    for command in commands_of(page):
+        args = _parser().parse_args(flash_attn_flags(shlex.split(command, comments=True)[1:]))
+        resolve_model(args)
+        parse_arms(getattr(args, "arms", None) or [], getattr(args, "budgets", None) or [64])
+
+
+def test_commands_are_found() -> None:
+    assert len(commands_of(ROOT / "README.md")) > 3 and len(commands_of(ROOT / "docs" / "results.md")) > 3
+
+
+@pytest.mark.parametrize("name", ["results", "benchmarks"])
+def test_arms_of_tables_have_their_canonical_name(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    starts = "|".join(STARTS)
+    arms = set(re.findall(rf"^\| `((?:{starts})(?:[:,][\w=.]+)*)` \|", text, flags=re.MULTILINE))
+    assert len(arms) > 3
+    for arm in arms:
+        assert without_budget(parse_arm(arm).name) == arm

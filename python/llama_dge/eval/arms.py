@@ -133,7 +133,8 @@ def _name(config: DGEConfig) -> str:
             changed.remove("scores")
         changed.sort(key=lambda name: name != "draft_tokens")
         names.append([start, *(f"{_written(name)}={_text(getattr(config, name))}" for name in changed)])
-    start, *parts = min(names, key=len)
+    # of two that are as near, one by which the same scores rank
+    start, *parts = min(names, key=lambda parts: (len(parts), f"scores={config.scores}" in parts))
     return f"{start}:{','.join([*parts, f'budget={config.budget}'])}"
 
 
