@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import RENAMED, POLICIES, PRESETS, DGEConfig
+from ..config import POLICIES, PRESETS, RENAMED, DGEConfig
 
 FULL = "full"
 #: What an arm may start from: a preset, or a policy as published, evicted at the end of prefill by its own score.
