@@ -90,6 +90,12 @@ def ranges() -> dict[str, tuple[int | float, int | float]]:
     }
 
 
+#: The library's policies by name.
+POLICIES = policies()
+#: The least and the greatest value of each number among the settings, as the library states them.
+RANGES = ranges()
+
+
 def defaults() -> dict[str, Any]:
     """Return the library's default settings, with names for numbers that have one."""
     params = lib.default_params()

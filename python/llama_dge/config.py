@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import numbers
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Callable, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from . import _params
-from ._params import PolicyInfo
+from . import _checks, _params
+from ._params import POLICIES, RANGES, PolicyInfo
 
-#: The library's policies by name.
-POLICIES: Mapping[str, PolicyInfo] = _params.policies()
-#: The least and the greatest value of each number among the settings, as the library states them.
-RANGES: Mapping[str, tuple[int | float, int | float]] = _params.ranges()
+__all__ = ["POLICIES", "PRESETS", "RANGES", "RENAMED", "DGEConfig", "Policy", "PolicyInfo"]
 
 SCORES = tuple(_params.ENUMS["scores"])
 POOLINGS = tuple(_params.ENUMS["pooling"])
@@ -43,7 +38,6 @@ RENAMED = {
     "refresh_overlap": "recall_async",
 }
 _DEFAULTS = _params.defaults()
-_INT32 = range(-(2**31), 2**31)
 
 _C = TypeVar("_C")
 
@@ -101,19 +95,6 @@ def _naming_old_settings(cls: type[_C]) -> type[_C]:
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
     return cls
-
-
-def _is_int(value: object) -> bool:
-    # bool is an int in Python, but True entries are a mistake
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _shown(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @_naming_old_settings
@@ -259,19 +240,8 @@ class DGEConfig:
     strict: bool = field(default=True, metadata=_option("refuse a model that is not supported"))
 
     def __post_init__(self) -> None:
-        self._check_policy()
-        for setting in dataclasses.fields(self):
-            choices = setting.metadata["choices"]
-            if choices and setting.name not in ("policy", "head_budgets"):
-                self._check_choice(setting.name, choices)
-            elif isinstance(setting.default, bool):
-                self._check_bool(setting.name)
-        for name in ("kernel_size", "draft_tokens", "window", "sinks"):
-            self._check_int(name)
-        self._check_recall()
-        self._check_park()
-        self._check_head_budgets()
-        self._check_budget()
+        for name, value in _checks.converted(self).items():
+            object.__setattr__(self, name, value)
         refusal = _params.refusal(self)
         if refusal is not None:
             raise ValueError(refusal)
@@ -293,88 +263,6 @@ class DGEConfig:
         """The least `budget` that the other settings allow."""
         return _params.least_budget(self)
 
-    # types, and names of choices; the library checks ranges and what does not go together
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _check_policy(self) -> None:
-        # a class has the method as well, but only an instance can be called
-        value = self.policy
-        if not isinstance(value, str) and (isinstance(value, type) or not isinstance(value, Policy)):
-            self._check_choice("policy", tuple(POLICIES), ", or an object with a method select(scores, n_rows, layer)")
-
-    def _check_choice(self, name: str, allowed: Sequence[str], other: str = "") -> None:
-        value = getattr(self, name)
-        if not isinstance(value, str) or value not in allowed:
-            choices = ", ".join(f'"{choice}"' for choice in allowed)
-            raise ValueError(f"{name}={_shown(value)}: must be {choices}{other}")
-
-    def _check_bool(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}: must be True or False")
-
-    def _check_int(self, name: str) -> None:
-        value = getattr(self, name)
-        if not _is_int(value):
-            raise ValueError(f"{name}={value!r}: must be an int")
-        if int(value) not in _INT32:  # the library would see another number
-            raise ValueError(f"{name}={value!r}: must be in {RANGES[name][0]} .. {RANGES[name][1]}")
-        self._set(name, int(value))  # NumPy's integers as well
-
-    def _check_budget(self) -> None:
-        value = self.budget
-        if not _is_real(value):
-            raise ValueError(f"budget={value!r}: must be an int (entries) or a float in (0, 1] (share of the prompt)")
-        if _is_int(value):
-            self._check_int("budget")
-        elif not 0.0 < float(np.float32(value)) <= 1.0:
-            raise ValueError(f"budget={value!r}: a float is a share of the prompt and must be in (0, 1]")
-        else:
-            self._set("budget", float(value))
-
-    def _check_recall(self) -> None:
-        if self.recall != "auto" and (not _is_int(self.recall) or int(self.recall) < 0):
-            raise ValueError(f'recall={self.recall!r}: must be a number of tokens, 0 for never, or "auto"')
-        if self.recall != "auto":
-            self._check_int("recall")
-        if not _is_real(self.recall_mass):
-            raise ValueError(f"recall_mass={self.recall_mass!r}: must be a fraction in (0, 1]")
-        self._set("recall_mass", float(self.recall_mass))
-
-    def _check_park(self) -> None:
-        if self.park_dir is not None:
-            if not isinstance(self.park_dir, (str, os.PathLike)):
-                raise ValueError(f"park_dir={self.park_dir!r}: must be the path of a folder, or None")
-            self._set("park_dir", os.path.expanduser(os.fspath(self.park_dir)))
-        limit = self.park_limit
-        if limit is not None:
-            if not _is_int(limit) or not 1 <= int(limit) < 2**62:
-                raise ValueError(f"park_limit={limit!r}: must be a number of bytes from 1 on, or None")
-            self._set("park_limit", int(limit))
-
-    def _check_head_budgets(self) -> None:
-        value = self.head_budgets
-        if isinstance(value, str):
-            self._check_choice("head_budgets", HEAD_BUDGETS, ", or ints of shape [n_layer, n_head_kv]")
-            return
-        try:
-            rows = [[int(n) for n in layer if _is_int(n)] for layer in value]
-            complete = all(len(new) == len(old) for new, old in zip(rows, value))
-        except TypeError:
-            complete = False
-        if not complete or not rows or not all(rows):
-            raise ValueError(
-                f'head_budgets={value!r}: must be "uniform", "adaptive", or ints of shape [n_layer, n_head_kv]'
-            )
-        for n in (n for heads in rows for n in heads if n not in _INT32):
-            raise ValueError(
-                f"head_budgets: {n} entries of a head must be in {RANGES['budget'][0]} .. {RANGES['budget'][1]}"
-            )
-        # tuples, so that equal settings are equal and the object stays hashable and can be pickled
-        self._set("head_budgets", tuple(map(tuple, rows)))
-
     # other ways to make one
 
     @classmethod
@@ -394,7 +282,8 @@ class DGEConfig:
             There is no such preset; else as the constructor.
         """
         if name not in PRESETS:
-            raise ValueError(f"preset={_shown(name)}: must be {', '.join(map(_shown, PRESETS))}")
+            names = ", ".join(f'"{preset}"' for preset in PRESETS)
+            raise ValueError(f'preset="{name}": must be {names}')
         return cls(**{**PRESETS[name], **changes})
 
     @classmethod
