@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from llama_dge import DGEConfig, DGEError, Llama
+from llama_dge import DGEConfig, DGEError
 from reference import driver
 from reference.budgets import caps_of
 from reference.driver import Context
 from reference.forward import Reference, nmse
+from reference.instances import Instances, greedy
 from reference.policies import Settings, past_scores, top_positions
 from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 
@@ -125,7 +125,7 @@ BAD = ["status", "too many", "negative count", "descending", "twice", "negative"
 
 @pytest.mark.parametrize("what", BAD)
 def test_callback_that_fails(new_context: ContextFactory, what: str) -> None:
-    """The sequence is as it was before, and goes on as without eviction; the next prompt may be cut."""
+    """The sequence is as it was before, and goes on as without eviction; the next prompt may be evicted."""
     context = new_context("g2", dge={**SNAPKV.as_params(), "policy": None, "select": bad(what)})
     plain = new_context("g2")
     with driver.captured_log() as lines:
@@ -143,7 +143,7 @@ def test_callback_that_fails(new_context: ContextFactory, what: str) -> None:
     assert context.info()["state"] == driver.STATE_EVICTED and context.info()["error"] == driver.OK
 
 
-def test_cut_on_demand_that_fails(new_context: ContextFactory) -> None:
+def test_eviction_on_demand_that_fails(new_context: ContextFactory) -> None:
     context = new_context("g2", dge={**SNAPKV.as_params(), "policy": None, "select": bad("status")})
     context.decode(TOKENS[:N_PROMPT])
     before = context.seq_state()
@@ -204,22 +204,8 @@ class Broken:
         raise RuntimeError("a mistake of the user's")
 
 
-@pytest.fixture
-def new_llm(zoo: Zoo) -> Iterator[Callable[..., Any]]:
-    made = []
-
-    def make(dge: Any) -> Any:
-        settings = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 3}
-        made.append(Llama(str(zoo["g2"].path), dge=dge, **settings))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        llm.close()
-
-
-def greedy(llm: Any, n: int = 20, prompt: list[int] = TOKENS[:N_PROMPT]) -> list[int]:
-    return list(islice(llm.generate(prompt, temp=0.0), n))
+def answer_of(llm: Any, n: int = 20, prompt: list[int] = TOKENS[:N_PROMPT]) -> list[int]:
+    return greedy(llm, prompt, n)
 
 
 def config(policy: Any, **others: Any) -> DGEConfig:
@@ -231,10 +217,10 @@ def kept_of(llm: Any) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("scores", ["draft", "policy", "both"])
-def test_object_with_snapkv_rule_is_snapkv(new_llm: Callable[..., Any], scores: str) -> None:
+def test_object_with_snapkv_rule_is_snapkv(new_llm: Instances, scores: str) -> None:
     policy = Policy()
     llm, snapkv = new_llm(config(policy, scores=scores)), new_llm(config("snapkv", scores=scores))
-    assert greedy(llm) == greedy(snapkv)
+    assert answer_of(llm) == answer_of(snapkv)
     assert kept_of(llm) == kept_of(snapkv)
     assert [(layer, n) for layer, n, _ in policy.calls] == [(layer, N_CAP) for layer in range(3)]
     for _, _, given in policy.calls:
@@ -242,16 +228,16 @@ def test_object_with_snapkv_rule_is_snapkv(new_llm: Callable[..., Any], scores: 
         assert np.isfinite(given).all() and (given >= 0).all()
     # a copy: what the policy does to it, also later, changes nothing
     policy.calls[0][2][:] = np.nan
-    assert greedy(llm) == greedy(snapkv)
+    assert answer_of(llm) == answer_of(snapkv)
     assert llm.dge_stats.n_evictions == 2
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.asarray, lambda rows: np.asarray(rows, dtype=np.uint8)])
-def test_rows_of_any_kind_and_order(new_llm: Callable[..., Any], kind: Any) -> None:
+def test_rows_of_any_kind_and_order(new_llm: Instances, kind: Any) -> None:
     """Heads may keep unlike numbers of rows, given in any order and as any kind of ints."""
     chosen = [[[90, 3, 50], []], [list(range(60)), [111]], [[0], [1, 0]]]
     llm = new_llm(config(Policy(lambda scores, n, layer: [kind(rows) for rows in chosen[layer]])))
-    greedy(llm)
+    answer_of(llm)
     rest = list(range(N_PAST, N_PROMPT + N_DRAFT))
     assert kept_of(llm) == [[[*sorted(rows), *rest] for rows in heads] for heads in chosen]
     stats = llm.dge_stats
@@ -290,38 +276,38 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_object_that_fails(new_llm: Callable[..., Any], name: str) -> None:
-    """Uncut, with one warning and the reason in dge_stats; the answer is that of the full cache."""
+def test_object_that_fails(new_llm: Instances, name: str) -> None:
+    """The full cache, with one warning and the reason in dge_stats; the answer is that of the full cache."""
     llm = new_llm(config(Policy(WRONG[name])))
     with pytest.warns(RuntimeWarning, match="full cache.*policy") as seen:
-        answer = greedy(llm)
+        answer = answer_of(llm)
     assert len(seen) == 1
     stats = llm.dge_stats
     assert stats.state == "full" and stats.n_evictions == 0 and stats.rows == llm.n_tokens
     assert "policy" in stats.error
-    assert answer == greedy(new_llm(None))
+    assert answer == answer_of(new_llm(None))
     # every prompt anew, but no second warning
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert greedy(llm, 20, TOKENS[5:115]) == greedy(new_llm(None), 20, TOKENS[5:115])
+        assert answer_of(llm, 20, TOKENS[5:115]) == answer_of(new_llm(None), 20, TOKENS[5:115])
     assert llm.dge_stats.state == "full" and llm.dge_stats.error is not None
 
 
-def test_object_that_fails_once(new_llm: Callable[..., Any]) -> None:
-    """The next prompt is cut as if nothing had been."""
+def test_object_that_fails_once(new_llm: Instances) -> None:
+    """The next prompt is evicted as if nothing had happened."""
     policy = Policy(refuse)
     llm = new_llm(config(policy))
     with pytest.warns(RuntimeWarning):
-        greedy(llm)
+        answer_of(llm)
     policy.choice = None
     fresh = new_llm(config(Policy()))
-    assert greedy(llm, 20, TOKENS[5:125]) == greedy(fresh, 20, TOKENS[5:125])
+    assert answer_of(llm, 20, TOKENS[5:125]) == answer_of(fresh, 20, TOKENS[5:125])
     assert llm.dge_stats.state == "evicted" and llm.dge_stats.error is None
     assert kept_of(llm) == kept_of(fresh)
 
 
-def test_evict_raises(new_llm: Callable[..., Any]) -> None:
-    """Who asks for a cut gets the error, and the cache as it was."""
+def test_evict_raises(new_llm: Instances) -> None:
+    """Who asks for an eviction gets the error, and the cache as it was."""
     llm = new_llm(config(Policy(refuse)))
     llm.eval(TOKENS[:N_PROMPT])
     with pytest.raises(DGEError, match="policy"):
@@ -330,15 +316,15 @@ def test_evict_raises(new_llm: Callable[..., Any]) -> None:
     llm.eval(TOKENS[N_PROMPT:])
 
 
-def test_keeping_everything_is_fine(new_llm: Callable[..., Any]) -> None:
+def test_keeping_everything_is_fine(new_llm: Instances) -> None:
     llm = new_llm(config(Policy(lambda scores, n, layer: [np.arange(N_PAST)] * 2)))
-    assert greedy(llm) == greedy(new_llm(None))
+    assert answer_of(llm) == answer_of(new_llm(None))
     stats = llm.dge_stats
     assert stats.rows_after == stats.rows_before == N_PROMPT + N_DRAFT and stats.bytes_kept == stats.bytes_before
     state = llm.save_state()
-    more = greedy(llm, 5, TOKENS[30:])
+    more = answer_of(llm, 5, TOKENS[30:])
     llm.load_state(state)
-    assert llm.dge_stats.state == stats.state and more == greedy(llm, 5, TOKENS[30:])
+    assert llm.dge_stats.state == stats.state and more == answer_of(llm, 5, TOKENS[30:])
 
 
 def test_config_with_an_object() -> None:
@@ -364,13 +350,13 @@ def test_an_object_decides_the_rows_of_heads_itself(head_budgets: Any) -> None:
         config(Policy(), head_budgets=head_budgets)
 
 
-def test_pickled_llm_keeps_its_policy(new_llm: Callable[..., Any]) -> None:
+def test_pickled_llm_keeps_its_policy(new_llm: Instances) -> None:
     llm = new_llm(config(Broken()))
     twin = pickle.loads(pickle.dumps(llm))
     try:
         assert isinstance(twin.dge_config.policy, Broken)
         with pytest.warns(RuntimeWarning, match="policy"):
-            greedy(twin)
+            answer_of(twin)
     finally:
         twin.close()
 
@@ -390,23 +376,23 @@ def test_pickled_llm_keeps_its_policy(new_llm: Callable[..., Any]) -> None:
     ],
     ids=["1x2", "3x1", "2x3", "1x6", "4x2", "ragged"],
 )
-def test_table_of_another_shape(new_llm: Callable[..., Any], rows: Any) -> None:
+def test_table_of_another_shape(new_llm: Instances, rows: Any) -> None:
     with pytest.raises(ValueError, match=r"head_budgets") as caught:
         new_llm({"head_budgets": rows})
     # the shape that the model has
     assert "3" in str(caught.value) and "2" in str(caught.value)
 
 
-def test_table_of_another_shape_that_is_not_strict(new_llm: Callable[..., Any]) -> None:
-    """`strict` is about models that cannot be cut; this is a wrong setting."""
+def test_table_of_another_shape_that_is_not_strict(new_llm: Instances) -> None:
+    """`strict` is about models that are not supported; this is a wrong setting."""
     with pytest.raises(ValueError, match="head_budgets"):
         new_llm({"head_budgets": [[40, 40]], "strict": False})
 
 
 @pytest.mark.parametrize("kind", [list, np.asarray, lambda rows: np.asarray(rows, dtype=np.uint16)])
-def test_table_of_the_right_shape(new_llm: Callable[..., Any], kind: Any) -> None:
+def test_table_of_the_right_shape(new_llm: Instances, kind: Any) -> None:
     table = [[20, 30], [8, 300], [45, 44]]
     llm = new_llm({"head_budgets": kind(table), "draft_tokens": 3})
-    greedy(llm)
+    answer_of(llm)
     assert llm.dge_stats.rows_by_head == tuple(tuple(min(n, N_PROMPT) + 2 for n in heads) for heads in table)
     assert pickle.loads(pickle.dumps(llm.dge_config)) == llm.dge_config

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 import pytest
 
 from reference.forward import Reference
-from reference.instances import CUT, Instances, assert_cut, evaluated, greedy, instances
+from reference.instances import DGE, Instances, assert_evicted, evaluated, greedy
 from reference.scenario import tokens_of
 
 if TYPE_CHECKING:
     from conftest import Zoo
 
-SETTINGS = CUT
+SETTINGS = DGE
 PROMPT = tokens_of(150, 0)
 
 # "switched off because ..." must not pass unseen
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-
-
-@pytest.fixture
-def new_llm(zoo: Zoo) -> Iterator[Instances]:
-    with instances(zoo["g2"].path) as made:
-        yield made
 
 
 # later turns
@@ -40,10 +33,10 @@ def test_new_turn_reprefill_equals_a_fresh_instance(new_llm: Instances) -> None:
     llm = new_llm(dge)
     prompt = second_turn(greedy(llm, PROMPT, 25))
     assert greedy(llm, prompt, 30) == greedy(new_llm(dge), prompt, 30)
-    assert_cut(llm, len(prompt), 30, dge, n_evictions=2)
+    assert_evicted(llm, len(prompt), 30, dge, n_evictions=2)
 
 
-def test_new_turn_append_goes_on_with_the_cut_cache(zoo: Zoo, new_llm: Instances) -> None:
+def test_new_turn_append_goes_on_with_the_kept_entries(zoo: Zoo, new_llm: Instances) -> None:
     dge = {**SETTINGS, "new_turn": "append"}
     llm = new_llm(dge)
     first = greedy(llm, PROMPT, 25)
@@ -69,7 +62,7 @@ def test_new_turn_append_goes_on_with_the_cut_cache(zoo: Zoo, new_llm: Instances
 @pytest.mark.parametrize("new_turn", ["append", "reprefill"])
 @pytest.mark.parametrize("n_same", [0, 1, 100, 149])
 def test_prompt_that_parts_below_the_boundary(new_llm: Instances, new_turn: str, n_same: int) -> None:
-    """Nothing of a cut cache may be reused: everything is evaluated again."""
+    """Nothing of an evicted cache may be reused: everything is evaluated again."""
     dge = {**SETTINGS, "new_turn": new_turn}
     llm = new_llm(dge)
     greedy(llm, PROMPT, 25)
@@ -77,7 +70,7 @@ def test_prompt_that_parts_below_the_boundary(new_llm: Instances, new_turn: str,
     sizes = evaluated(llm)
     assert greedy(llm, other, 30) == greedy(new_llm(dge), other, 30)
     assert sizes[0] == len(other)
-    assert_cut(llm, len(other), 30, dge, n_evictions=2)
+    assert_evicted(llm, len(other), 30, dge, n_evictions=2)
 
 
 @pytest.mark.parametrize("new_turn", ["append", "reprefill"])
@@ -91,13 +84,13 @@ def test_prompt_that_parts_in_the_answer(new_llm: Instances, new_turn: str) -> N
     got = greedy(llm, other, 30)
     if new_turn == "reprefill":
         assert got == greedy(new_llm(dge), other, 30) and sizes[0] == len(other)
-        assert_cut(llm, len(other), 30, dge, n_evictions=2)
+        assert_evicted(llm, len(other), 30, dge, n_evictions=2)
     else:
         assert sizes[0] == 11 and llm.dge_stats.n_evictions == 1
         assert llm.dge_stats.rows == 32 + 10 + 11 + 29
 
 
-def test_shorter_prompt_after_a_cut(new_llm: Instances) -> None:
+def test_shorter_prompt_after_an_eviction(new_llm: Instances) -> None:
     for new_turn in ("append", "reprefill"):
         dge = {**SETTINGS, "new_turn": new_turn}
         llm = new_llm(dge)
@@ -145,7 +138,7 @@ def test_interrupted_between_tokens(new_llm: Instances, error: type[BaseExceptio
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5, 10])
 def test_failed_decode(new_llm: Instances, at: int) -> None:
-    """An error or an interrupt in any decode: of the prompt's two batches, of the draft, in the cut, after it."""
+    """An error or an interrupt in any decode: of the prompt's two batches, of the draft, in the eviction, after it."""
     llm = new_llm(SETTINGS, n_batch=100)
     want = greedy(new_llm(SETTINGS, n_batch=100), PROMPT, 20)
     decode, n_decodes = llm._ctx.decode, [0]
@@ -162,12 +155,12 @@ def test_failed_decode(new_llm: Instances, at: int) -> None:
     llm._ctx.decode = decode
     assert llm.dge_stats is None
     assert greedy(llm, PROMPT, 20) == want
-    assert_cut(llm, 150, 20, n_evictions=2 if at > 4 else 1)  # the first cut is made in decode 4
+    assert_evicted(llm, 150, 20, n_evictions=2 if at > 4 else 1)  # the first eviction happens in decode 4
 
 
 @pytest.mark.parametrize("at", [0, 3, 4, 8])
 def test_aborted_decode(new_llm: Instances, at: int) -> None:
-    """The library's own abort callback stops a decode, the cut in front of it included."""
+    """The library's own abort callback stops a decode, the eviction before it included."""
     llm = new_llm(SETTINGS)
     want = greedy(new_llm(SETTINGS), PROMPT, 20)
     answer = llm.generate(PROMPT, temp=0.0)

@@ -6,7 +6,6 @@ import copy
 import ctypes
 import pickle
 import warnings
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ import numpy as np
 import pytest
 
 from reference import driver
-from reference.instances import Instances, evaluated, greedy, instances
-from reference.scenario import as_lists, cut_after, decode_each, prefill_and_arm, tokens_of
+from reference.instances import Instances, evaluated, greedy
+from reference.scenario import as_lists, decode_each, evict_after, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
@@ -27,12 +26,6 @@ SETTINGS = {"budget": BUDGET, "draft_tokens": DRAFT}
 PROMPT = tokens_of(150, 0)
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
-
-
-@pytest.fixture
-def new_llm(zoo: Zoo) -> Iterator[Instances]:
-    with instances(zoo["g2"].path) as made:
-        yield made
 
 
 def answers_right(llm: Any, fresh: Any) -> None:
@@ -48,7 +41,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, str]] = {
     "within the budget": (SETTINGS, 25, 4, "full"),
     "before the draft": (SETTINGS, 150, 1, "armed"),
     "in the draft": (SETTINGS, 150, 3, "armed"),
-    "just cut": (SETTINGS, 150, 4, "evicted"),
+    "just evicted": (SETTINGS, 150, 4, "evicted"),
     "evicted": (SETTINGS, 150, 15, "evicted"),
     "recalled": ({**SETTINGS, "recall": 4}, 150, 15, "evicted"),
     "recalled by a thread": ({**SETTINGS, "recall": 4, "recall_async": True}, 150, 15, "evicted"),
@@ -88,7 +81,7 @@ def test_a_state_goes_on_anywhere(new_llm: Instances, kind: str, flash_attn: boo
         assert loaded.rows_parked == 0
         sizes = evaluated(other)
         answers.append(greedy(other, so_far, 25))
-        # a cut state goes on with the next token; another one may need the queries of its window again
+        # an evicted state goes on with the next token; another one may need the queries of its window again
         assert sizes[0] == 1 if name == "evicted" else sizes[0] <= 12
         del other._ctx.decode
     assert all(answer == answers[0] for answer in answers)
@@ -96,7 +89,7 @@ def test_a_state_goes_on_anywhere(new_llm: Instances, kind: str, flash_attn: boo
     if name != "evicted":
         assert answers[0] == greedy(new_llm(dge, **settings), so_far, 25)
     elif "recall" in dge:
-        # nothing can be recalled from a state: it goes on as a cut that was made once
+        # nothing can be recalled from a state: it goes on as after one eviction
         assert saved.n_recalls > 0 and other.dge_stats.n_recalls == 0
         assert other.dge_stats.rows == saved.rows + 25
     else:
@@ -122,7 +115,7 @@ def test_a_state_that_cannot_be_recalled_says_so_once(new_llm: Instances) -> Non
     new_llm(SETTINGS).load_state(state)  # without recall none is expected
 
 
-def test_a_cut_state_is_smaller(new_llm: Instances) -> None:
+def test_an_evicted_state_is_smaller(new_llm: Instances) -> None:
     sizes = []
     for dge in (SETTINGS, None):
         llm = new_llm(dge)
@@ -138,15 +131,15 @@ def damaged(state: Any, data: bytes) -> Any:
     return other
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_every_damage_is_seen(new_llm: Instances, cut: bool) -> None:
+@pytest.mark.parametrize("evicted", [True, False])
+def test_every_damage_is_seen(new_llm: Instances, evicted: bool) -> None:
     """Truncated anywhere, one bit flipped anywhere, K and V included: an error, and the instance goes on."""
     llm = new_llm(SETTINGS)
     want = greedy(llm, PROMPT, 20)
     llm.reset()
-    greedy(llm, PROMPT, 15 if cut else 1)
+    greedy(llm, PROMPT, 15 if evicted else 1)
     state = llm.save_state()
-    assert state.dge["evicted"] == cut
+    assert state.dge["evicted"] == evicted
     data = state.llama_state
     rng = np.random.default_rng(1)
     places = {*range(0, 700, 3), *rng.integers(0, len(data), 400).tolist(), len(data) - 1}
@@ -167,21 +160,21 @@ def test_every_damage_is_seen(new_llm: Instances, cut: bool) -> None:
         llm.load_state(other)
     answers_right(llm, new_llm(SETTINGS))
     llm.load_state(state)
-    assert greedy(llm, [*PROMPT, *want[:15]] if cut else PROMPT, 5) == (want[15:] if cut else want[:5])
+    assert greedy(llm, [*PROMPT, *want[:15]] if evicted else PROMPT, 5) == (want[15:] if evicted else want[:5])
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_damage_is_no_crash_without_a_checksum(new_llm: Instances, cut: bool) -> None:
+@pytest.mark.parametrize("evicted", [True, False])
+def test_damage_is_no_crash_without_a_checksum(new_llm: Instances, evicted: bool) -> None:
     """A state that another program made, or that lost what we add to it: refused, or a sound instance."""
     llm = new_llm(SETTINGS)
-    greedy(llm, PROMPT, 15 if cut else 1)
+    greedy(llm, PROMPT, 15 if evicted else 1)
     state = llm.save_state()
     del state.dge
     data = state.llama_state
     rng = np.random.default_rng(2)
     n_refused = 0
     # what is in front of K and V
-    for at in range(1500 if cut else 400):
+    for at in range(1500 if evicted else 400):
         flipped = bytearray(data)
         flipped[at] ^= 1 << int(rng.integers(0, 8))
         try:
@@ -207,7 +200,7 @@ def test_damage_is_no_crash_without_a_checksum(new_llm: Instances, cut: bool) ->
     answers_right(llm, new_llm(SETTINGS))
 
 
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("evicted", [True, False])
 @pytest.mark.parametrize(
     "settings, reason",
     [
@@ -220,19 +213,19 @@ def test_damage_is_no_crash_without_a_checksum(new_llm: Instances, cut: bool) ->
     ids=str,
 )
 def test_a_state_of_something_else_is_refused(
-    new_llm: Instances, zoo: Zoo, cut: bool, settings: dict[str, Any], reason: str
+    new_llm: Instances, zoo: Zoo, evicted: bool, settings: dict[str, Any], reason: str
 ) -> None:
     """The message says why, and the instance answers as a fresh one."""
     settings = dict(settings)
     path = zoo[settings.pop("model", "g2")].path
     llm = new_llm(SETTINGS)
-    if cut:
+    if evicted:
         greedy(llm, tokens_of(290, 8), 14)
     else:
         llm.eval(tokens_of(303, 8))
     assert llm.n_tokens == 303
     state = llm.save_state()
-    assert state.dge["evicted"] == cut
+    assert state.dge["evicted"] == evicted
     other = new_llm(SETTINGS, path, **settings)
     greedy(other, tokens_of(90, 4), 10)
     with pytest.raises(RuntimeError, match=reason):
@@ -243,22 +236,22 @@ def test_a_state_of_something_else_is_refused(
     assert other.dge_stats.state == "evicted"
 
 
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("evicted", [True, False])
 @pytest.mark.parametrize(
     "saved, loading", [((256, 64), (1024, 512)), ((1024, 512), (256, 64)), ((512, 100), (512, 37))]
 )
 def test_a_state_of_another_size_of_context(
-    new_llm: Instances, cut: bool, saved: tuple[int, int], loading: tuple[int, int]
+    new_llm: Instances, evicted: bool, saved: tuple[int, int], loading: tuple[int, int]
 ) -> None:
     """Where the tokens fit, n_ctx and n_batch may differ, and what comes later may fill the context."""
     llm = new_llm(SETTINGS, n_ctx=saved[0], n_batch=saved[1])
-    start = greedy(llm, PROMPT, 14 if cut else 2)
+    start = greedy(llm, PROMPT, 14 if evicted else 2)
     state = llm.save_state()
     other = new_llm(SETTINGS, n_ctx=loading[0], n_batch=loading[1])
     other.load_state(state)
     n = loading[0] - 150 - len(start)
-    want = greedy(new_llm(SETTINGS, n_ctx=loading[0], n_batch=saved[1]), PROMPT if cut else [*PROMPT, *start], 60)
-    assert greedy(other, [*PROMPT, *start], 40) == (want[14:54] if cut else want[:40])
+    want = greedy(new_llm(SETTINGS, n_ctx=loading[0], n_batch=saved[1]), PROMPT if evicted else [*PROMPT, *start], 60)
+    assert greedy(other, [*PROMPT, *start], 40) == (want[14:54] if evicted else want[:40])
     assert len(other.input_ids) == loading[0]
     other.load_state(state)
     assert len(greedy(other, [*PROMPT, *start], n)) == n
@@ -275,7 +268,7 @@ def test_states_of_unlike_sizes(new_llm: Instances, order: int) -> None:
         prompt = tokens_of(n, n)
         start = greedy(llm, prompt, 8)
         states.append((llm.save_state(), [*prompt, *start], greedy(llm, [*prompt, *start], 10)))
-    # that of a cut sequence does not depend on the prompt
+    # that of an evicted sequence does not depend on the prompt
     assert [state.llama_state_size for state, _, _ in states[3:]] == [states[3][0].llama_state_size] * 2
     assert len({state.llama_state_size for state, _, _ in states}) == len(states) - 1
     for state, prompt, want in [*states[::order], *states[::-order]]:
@@ -378,13 +371,13 @@ PARAMS = {"budget": BUDGET, "draft_tokens": DRAFT}
 FILES = pytest.mark.parametrize("whole", [True, False], ids=["whole", "one sequence"])
 
 
-def cut_file(
+def evicted_file(
     new_context: ContextFactory, path: Path, whole: bool, **settings: Any
 ) -> tuple[list[int], list[list[list[int]]], Any]:
-    """A file of a cut sequence; its tokens, kept rows and what comes next."""
+    """A file of an evicted sequence; its tokens, kept entries and what comes next."""
     context = new_context("g2", dge=PARAMS, **settings)
     tokens = tokens_of(220, 1)
-    cut_after(context, tokens[:165], 150, DRAFT - 1)
+    evict_after(context, tokens[:165], 150, DRAFT - 1)
     n = save_file(context, path, None if whole else 0, tokens[:165])
     full = new_context("g2", dge=PARAMS)
     full.decode(tokens[:165], every=False)
@@ -393,9 +386,9 @@ def cut_file(
 
 
 @FILES
-def test_file_of_a_cut_sequence(new_context: ContextFactory, tmp_path: Path, whole: bool) -> None:
+def test_file_of_an_evicted_sequence(new_context: ContextFactory, tmp_path: Path, whole: bool) -> None:
     path = tmp_path / "state"
-    tokens, kept, want = cut_file(new_context, path, whole)
+    tokens, kept, want = evicted_file(new_context, path, whole)
     context = new_context("g2", dge=PARAMS)
     assert load_file(context, path, None if whole else 0) == tokens[:165]
     assert as_lists(context.kept()) == kept and context.info()["state"] == driver.STATE_EVICTED
@@ -410,7 +403,7 @@ def test_file_into_a_fragmented_cache(new_context: ContextFactory, tmp_path: Pat
     """Rows of another sequence lie between the free cells; it does not notice, and what was loaded goes on."""
     path = tmp_path / "state"
     settings: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 3, "kv_unified": kv_unified}
-    tokens, kept, want = cut_file(new_context, path, False, **settings)
+    tokens, kept, want = evicted_file(new_context, path, False, **settings)
     twin, context = (new_context("g2", dge=PARAMS, **settings) for _ in range(2))
     other = tokens_of(300, 2)
     for each in (twin, context):
@@ -434,7 +427,7 @@ def test_file_into_a_fragmented_cache(new_context: ContextFactory, tmp_path: Pat
 def test_damaged_file(new_context: ContextFactory, tmp_path: Path, whole: bool) -> None:
     """Truncated anywhere, or with a byte changed in our section: refused, and the context goes on."""
     path, bad = tmp_path / "state", tmp_path / "bad"
-    tokens, _, _ = cut_file(new_context, path, whole)
+    tokens, _, _ = evicted_file(new_context, path, whole)
     data = path.read_bytes()
     seq = None if whole else 0
     context = new_context("g2", dge=PARAMS)

@@ -1,10 +1,9 @@
-"""Later prompts on one instance: what a cut took away comes back, in every way in which people go on with a chat."""
+"""Later prompts on one instance: what an eviction removed is restored, however people go on with a chat."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import llama_cpp
 import pytest
 
-from llama_dge import Llama
+from reference.instances import Instances, evaluated, greedy
 from reference.scenario import tokens_of
 
 if TYPE_CHECKING:
@@ -22,45 +21,11 @@ BUDGET, DRAFT = 32, 3
 SETTINGS = {"budget": BUDGET, "draft_tokens": DRAFT}
 PROMPT = tokens_of(150, 0)
 
-LlamaFactory = Callable[..., Any]
-
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 
-@pytest.fixture
-def new_llm(zoo: Zoo) -> Iterator[LlamaFactory]:
-    """Makes instances: new_llm(dge=..., **settings of llama_cpp.Llama)."""
-    made = []
-
-    def make(dge: Any = None, model: str = "g2", **settings: Any) -> Any:
-        settings = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 3, **settings}
-        made.append(Llama(str(zoo[model].path), dge=dge, **settings))
-        return made[-1]
-
-    yield make
-    for llm in made:
-        llm.close()
-
-
-def greedy(llm: Any, prompt: list[int], n: int) -> list[int]:
-    return list(islice(llm.generate(prompt, temp=0.0), n))
-
-
-def evaluated(llm: Any) -> list[int]:
-    """Sizes of the batches that the instance decodes from now on."""
-    sizes: list[int] = []
-    decode = llm._ctx.decode
-
-    def counting(batch: Any) -> None:
-        sizes.append(batch.batch.n_tokens)
-        decode(batch)
-
-    llm._ctx.decode = counting
-    return sizes
-
-
-def never_cut(new_llm: LlamaFactory, dge: Any, held: list[int], prompt: list[int], n: int, **settings: Any) -> Any:
-    """An instance that held `held` when the prompt came, and was not cut before; and its answer."""
+def never_evicted(new_llm: Instances, dge: Any, held: list[int], prompt: list[int], n: int, **settings: Any) -> Any:
+    """An instance that held `held` when the prompt came, and was not evicted before; and its answer."""
     llm = new_llm(dge, **settings)
     llm.eval(held)
     return llm, greedy(llm, prompt, n)
@@ -81,8 +46,8 @@ KINDS = {
 
 @pytest.mark.parametrize("park", ["ram", "disk"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_turn_continues_as_if_nothing_had_been_cut(
-    new_llm: LlamaFactory, tmp_path: Path, kind: str, park: str
+def test_a_turn_continues_as_if_nothing_had_been_evicted(
+    new_llm: Instances, tmp_path: Path, kind: str, park: str
 ) -> None:
     dge = {**SETTINGS, "park": park, "park_dir": tmp_path}
     llm = new_llm(dge)
@@ -100,7 +65,7 @@ def test_a_turn_continues_as_if_nothing_had_been_cut(
     # queries of the window that were not kept have to be made again, nothing else
     assert len(prompt) - n_held <= sizes[0] <= len(prompt) - n_held + stats.n_prompt - (stats.n_prompt - 8)
     n_kept = len(prompt) - sizes[0]
-    other, want = never_cut(new_llm, dge, [*PROMPT, *answer][:n_kept], prompt, 30)
+    other, want = never_evicted(new_llm, dge, [*PROMPT, *answer][:n_kept], prompt, 30)
     assert got == want
     assert stats.state == "evicted" and stats.n_evictions == 2 and stats.n_prompt == len(prompt)
     assert stats.rows == BUDGET + 29 and other.dge_stats.n_evictions == 1
@@ -113,7 +78,7 @@ def test_a_turn_continues_as_if_nothing_had_been_cut(
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "h2o", "streamingllm"])
-def test_many_turns(new_llm: LlamaFactory, policy: str) -> None:
+def test_many_turns(new_llm: Instances, policy: str) -> None:
     dge = {**SETTINGS, "policy": policy, "scores": "policy" if policy == "h2o" else "draft"}
     llm = new_llm(dge, flash_attn=True)
     prompt = PROMPT
@@ -127,14 +92,14 @@ def test_many_turns(new_llm: LlamaFactory, policy: str) -> None:
         assert stats.rows_restored == (0 if turn == 1 else stats.n_prompt - sizes[0])
         # everything in front of the last answer was there already
         assert turn == 1 or sizes[0] == 20 - (DRAFT - 1) + 15
-        _, want = never_cut(new_llm, dge, prompt[: len(prompt) - sizes[0]], prompt, 20, flash_attn=True)
+        _, want = never_evicted(new_llm, dge, prompt[: len(prompt) - sizes[0]], prompt, 20, flash_attn=True)
         assert answer == want
         prompt = [*prompt, *answer, *tokens_of(15, turn)]
         sizes.clear()
 
 
 @pytest.mark.parametrize("park", ["off", "ram"])
-def test_where_nothing_can_be_restored_the_prompt_is_evaluated_again(new_llm: LlamaFactory, park: str) -> None:
+def test_where_nothing_can_be_restored_the_prompt_is_evaluated_again(new_llm: Instances, park: str) -> None:
     """Nothing parked, or no token in common."""
     dge = {**SETTINGS, "park": park}
     llm = new_llm(dge)
@@ -145,7 +110,7 @@ def test_where_nothing_can_be_restored_the_prompt_is_evaluated_again(new_llm: Ll
     assert sizes[0] == len(prompt) and llm.dge_stats.rows_restored == 0
 
 
-def test_a_full_park_leaves_the_cache_whole(new_llm: LlamaFactory) -> None:
+def test_a_host_copy_beyond_the_limit_leaves_the_full_cache(new_llm: Instances) -> None:
     dge = {**SETTINGS, "park_limit": 1000}
     llm = new_llm(dge)
     what = r"goes on with the full cache: its host copy needs \d{3},\d{3} bytes, which exceeds park_limit=1000; raise"
@@ -155,7 +120,7 @@ def test_a_full_park_leaves_the_cache_whole(new_llm: LlamaFactory) -> None:
     assert llm.dge_stats.state == "full" and "host copy" in llm.dge_stats.error
 
 
-def test_damaged_file(new_llm: LlamaFactory, tmp_path: Path) -> None:
+def test_damaged_file(new_llm: Instances, tmp_path: Path) -> None:
     dge = {**SETTINGS, "park": "disk", "park_dir": str(tmp_path)}
     llm = new_llm(dge)
     prompt = [*PROMPT, *greedy(llm, PROMPT, 25), *tokens_of(20, 11)]
@@ -170,7 +135,7 @@ def test_damaged_file(new_llm: LlamaFactory, tmp_path: Path) -> None:
     assert answer == greedy(new_llm(dge), prompt, 30)
 
 
-def test_memory_follows_the_cache(new_llm: LlamaFactory) -> None:
+def test_memory_follows_the_cache(new_llm: Instances) -> None:
     llm = new_llm({**SETTINGS, "park": "off"}, n_ctx=2048, n_batch=64)
     fixed = new_llm({**SETTINGS, "park": "off", "elastic": False}, n_ctx=2048, n_batch=64)
     full = fixed.dge_memory.kv
@@ -184,7 +149,7 @@ def test_memory_follows_the_cache(new_llm: LlamaFactory) -> None:
     assert llm.dge_memory.n_cells == 256 and llm.dge_memory.n_cells_max == 2048
 
 
-def test_a_stream_that_was_abandoned(new_llm: LlamaFactory) -> None:
+def test_a_stream_that_was_abandoned(new_llm: Instances) -> None:
     """A client goes away in the middle of an answer; the chat goes on."""
     llm = new_llm(SETTINGS)
     for n in (1, DRAFT - 1, DRAFT, DRAFT + 1, 12):
@@ -193,7 +158,7 @@ def test_a_stream_that_was_abandoned(new_llm: LlamaFactory) -> None:
         prompt = [*PROMPT, *begun, *tokens_of(20, 11)]
         sizes = evaluated(llm)
         got = greedy(llm, prompt, 20)
-        _, want = never_cut(new_llm, SETTINGS, prompt[: len(prompt) - sizes[0]], prompt, 20)
+        _, want = never_evicted(new_llm, SETTINGS, prompt[: len(prompt) - sizes[0]], prompt, 20)
         assert got == want, n
         with pytest.raises(RuntimeError, match="this stream has ended: another call"):
             next(stream)
@@ -201,7 +166,7 @@ def test_a_stream_that_was_abandoned(new_llm: LlamaFactory) -> None:
 
 
 @pytest.mark.parametrize("call", ["eval", "reset", "load_state", "generate"])
-def test_any_call_ends_an_older_stream(new_llm: LlamaFactory, call: str) -> None:
+def test_any_call_ends_an_older_stream(new_llm: Instances, call: str) -> None:
     llm = new_llm(SETTINGS)
     state = llm.save_state()
     stream = llm.generate(PROMPT, temp=0.0)
@@ -216,7 +181,7 @@ def test_any_call_ends_an_older_stream(new_llm: LlamaFactory, call: str) -> None
         next(stream)
 
 
-def test_saving_a_state_does_not_end_a_stream(new_llm: LlamaFactory) -> None:
+def test_saving_a_state_does_not_end_a_stream(new_llm: Instances) -> None:
     llm = new_llm(SETTINGS)
     want = greedy(llm, PROMPT, 10)
     llm.reset()
@@ -228,7 +193,7 @@ def test_saving_a_state_does_not_end_a_stream(new_llm: LlamaFactory) -> None:
     assert got == want
 
 
-def test_two_threads(new_llm: LlamaFactory) -> None:
+def test_two_threads(new_llm: Instances) -> None:
     """Requests of several threads follow each other, each with its own answer."""
     prompts = [tokens_of(120 + 7 * i, 20 + i) for i in range(4)]
 
@@ -257,7 +222,7 @@ def test_two_threads(new_llm: LlamaFactory) -> None:
     assert llm.dge_stats.n_evictions >= 4
 
 
-def test_interrupted_restore_loses_nothing(new_llm: LlamaFactory) -> None:
+def test_interrupted_restore_loses_nothing(new_llm: Instances) -> None:
     """A decode that fails right after a restore: the next call answers as a fresh instance."""
     llm = new_llm(SETTINGS)
     prompt = [*PROMPT, *greedy(llm, PROMPT, 25), *tokens_of(20, 11)]
@@ -273,7 +238,7 @@ def test_interrupted_restore_loses_nothing(new_llm: LlamaFactory) -> None:
     assert greedy(llm, prompt, 30) == greedy(new_llm(SETTINGS), prompt, 30)
 
 
-def test_generate_after_moving_back(new_llm: LlamaFactory) -> None:
+def test_generate_after_moving_back(new_llm: Instances) -> None:
     """Code that sets n_tokens itself and evaluates on gets its rows back, too."""
     llm = new_llm(SETTINGS)
     greedy(llm, PROMPT, 25)
@@ -288,7 +253,7 @@ def test_generate_after_moving_back(new_llm: LlamaFactory) -> None:
     assert greedy(llm, prompt, 20) == greedy(other, prompt, 20)
 
 
-def test_logits_of_a_restored_cache_are_not_taken_for_those_of_the_prompt(new_llm: LlamaFactory) -> None:
+def test_logits_of_a_restored_cache_are_not_taken_for_those_of_the_prompt(new_llm: Instances) -> None:
     """The same prompt again, with one token, with k, with more: each time as the first time."""
     llm = new_llm(SETTINGS)
     want = greedy(llm, PROMPT, 30)
@@ -297,7 +262,7 @@ def test_logits_of_a_restored_cache_are_not_taken_for_those_of_the_prompt(new_ll
         assert llm.n_tokens == 150 + n - 1
 
 
-def test_max_tokens_of_minus_one_ends_at_the_context(new_llm: LlamaFactory) -> None:
+def test_max_tokens_of_minus_one_ends_at_the_context(new_llm: Instances) -> None:
     llm = new_llm(SETTINGS, n_ctx=256)
     out = llm.create_completion(PROMPT, max_tokens=-1, temperature=0.0, logit_bias={0: -100.0, 2: -100.0})
     assert out["usage"]["completion_tokens"] > 50
@@ -306,7 +271,7 @@ def test_max_tokens_of_minus_one_ends_at_the_context(new_llm: LlamaFactory) -> N
     assert greedy(llm, PROMPT, 20) == greedy(new_llm(SETTINGS), PROMPT, 20)
 
 
-def test_lora_switched_between_turns(new_llm: LlamaFactory, zoo: Zoo, tmp_path: Path) -> None:
+def test_lora_switched_between_turns(new_llm: Instances, zoo: Zoo, tmp_path: Path) -> None:
     """Rows that were made without an adapter are not used with one."""
     from reference.models import write_lora
 
@@ -325,8 +290,8 @@ def test_lora_switched_between_turns(new_llm: LlamaFactory, zoo: Zoo, tmp_path: 
     assert got != greedy(new_llm(SETTINGS), prompt, 20)
 
 
-def test_settings_can_be_changed(new_llm: LlamaFactory) -> None:
-    """Every prompt is cut by the settings of its time; what is in the cache is reused as far as it goes."""
+def test_settings_can_be_changed(new_llm: Instances) -> None:
+    """Every prompt is evicted by the settings of its time; what is in the cache is reused as far as it goes."""
     llm = new_llm(SETTINGS)
     other = {"budget": 48, "policy": "streamingllm", "draft_tokens": 1}
     want, want_other, want_full = (greedy(new_llm(dge), PROMPT, 20) for dge in (SETTINGS, other, None))
@@ -344,18 +309,18 @@ def test_settings_can_be_changed(new_llm: LlamaFactory) -> None:
     assert llm.dge_config.budget == BUDGET and greedy(llm, PROMPT, 20) == want
 
 
-def test_settings_change_in_the_middle_of_a_chat(new_llm: LlamaFactory) -> None:
+def test_settings_change_in_the_middle_of_a_chat(new_llm: Instances) -> None:
     llm = new_llm(SETTINGS)
     prompt = [*PROMPT, *greedy(llm, PROMPT, 25), *tokens_of(20, 11)]
     llm.set_dge({**SETTINGS, "recall": 4})
     sizes = evaluated(llm)
     got = greedy(llm, prompt, 30)
     assert sizes[0] < 60 and llm.dge_stats.rows_restored == 150 + DRAFT - 1 and llm.dge_stats.n_recalls > 4
-    _, want = never_cut(new_llm, {**SETTINGS, "recall": 4}, prompt[: len(prompt) - sizes[0]], prompt, 30)
+    _, want = never_evicted(new_llm, {**SETTINGS, "recall": 4}, prompt[: len(prompt) - sizes[0]], prompt, 30)
     assert got == want
 
 
-def test_recall_through_generate(new_llm: LlamaFactory) -> None:
+def test_recall_through_generate(new_llm: Instances) -> None:
     """Rows stay within the budget; stop strings, streaming and later turns work as always."""
     dge = {"budget": BUDGET, "draft_tokens": 2, "window": 8, "recall": 4}
     llm = new_llm(dge)
@@ -367,7 +332,7 @@ def test_recall_through_generate(new_llm: LlamaFactory) -> None:
     prompt = [*PROMPT, *answer, *tokens_of(20, 11)]
     sizes = evaluated(llm)
     got = greedy(llm, prompt, 30)
-    _, want = never_cut(new_llm, dge, prompt[: len(prompt) - sizes[0]], prompt, 30)
+    _, want = never_evicted(new_llm, dge, prompt[: len(prompt) - sizes[0]], prompt, 30)
     assert got == want
     pieces = [
         c["choices"][0]["text"] for c in llm.create_completion(PROMPT, max_tokens=60, temperature=0.0, stream=True)
@@ -377,5 +342,5 @@ def test_recall_through_generate(new_llm: LlamaFactory) -> None:
     )
 
 
-def test_recall_with_everything_kept_is_the_full_cache(new_llm: LlamaFactory) -> None:
+def test_recall_with_everything_kept_is_the_full_cache(new_llm: Instances) -> None:
     assert greedy(new_llm({"budget": 500, "recall": 1}), PROMPT, 80) == greedy(new_llm(), PROMPT, 80)
