@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import uvicorn
 from starlette.testclient import TestClient
 
 from llama_dge import server
@@ -50,14 +51,40 @@ def settings_of(path: Path, **settings: Any) -> server.Settings:
 
 @contextmanager
 def serving(path: Path, **settings: Any) -> Iterator[TestClient]:
-    """Run an application without sockets."""
-    with TestClient(server.create_app(settings_of(path, **settings)), raise_server_exceptions=False) as client:
+    """Run an application; without sockets, unless `openai_of` asks for them."""
+    app = server.create_app(settings_of(path, **settings))
+    with TestClient(app, raise_server_exceptions=False) as client:
         yield client
+        if (sockets := _SOCKETS.pop(app, None)) is not None:
+            sockets.close()
+
+
+class _Sockets:
+    """The same application on a port of its own."""
+
+    def __init__(self, app: Any) -> None:
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread.start()
+        eventually(lambda: self._server.started)
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        url = f"http://127.0.0.1:{port}/v1"
+        self.client = openai.OpenAI(base_url=url, api_key="k", max_retries=0, timeout=60)
+
+    def close(self) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join()
+
+
+_SOCKETS: dict[Any, _Sockets] = {}
 
 
 def openai_of(client: TestClient) -> openai.OpenAI:
-    """The client of OpenAI for such an application."""
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="k", max_retries=0, http_client=client)
+    """The client of OpenAI for such an application, over a socket."""
+    if client.app not in _SOCKETS:
+        _SOCKETS[client.app] = _Sockets(client.app)
+    return _SOCKETS[client.app].client
 
 
 def eventually(happened: Callable[[], bool], seconds: float = 10) -> None:
