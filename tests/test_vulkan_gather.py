@@ -17,19 +17,9 @@ import test_mask_equivalence
 from reference import driver
 from reference.forward import nmse
 from reference.scenario import decode_each, evict_after, tokens_of
-from test_gather import (
-    CASES,
-    EVEN,
-    F16,
-    F16_FA,
-    PARKED,
-    Q8_FA,
-    context_of,
-    evict,
-    gathered,
-    same_among_others,
-    same_bytes,
-)
+from test_gather import EVEN, F16, F16_FA, PARKED, Q8_FA, context_of, evict, gathered
+from test_gather import test_cells_out_of_order as test_cells_out_of_order
+from test_gather import test_the_bytes_are_the_hosts as test_the_bytes_are_the_hosts
 from test_vulkan import BOUNDS, DEVICE, case_of
 from test_vulkan import bounds as bounds
 from test_vulkan import new_context as new_context
@@ -41,31 +31,18 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vulkan
 
 
+@pytest.fixture
+def device() -> str:
+    """Takes the place of the fixture of that name: the imported tests run on the device."""
+    return "device"
+
+
 @pytest.mark.parametrize("by", ["device", "host"])
 def test_the_switch_takes_a_path(new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     monkeypatch.setenv("LLAMA_DGE_GATHER", by)
     context = context_of(new_context, "g1", F16, dge=EVEN)
     context.decode(tokens_of(60, 3))
     assert gathered(evict(context)) == (2 if by == "device" else 0, 2)
-
-
-@pytest.mark.parametrize("model, cache, dge, elastic", CASES)
-def test_the_bytes_are_the_hosts(
-    new_context: ContextFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    cache: tuple[bool, str, str],
-    dge: dict[str, Any],
-    elastic: bool,
-) -> None:
-    same_bytes(new_context, monkeypatch, "device", model, cache, dge, elastic)
-
-
-@pytest.mark.parametrize("cache", [F16, F16_FA], ids=str)
-def test_cells_out_of_order(
-    new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, cache: tuple[bool, str, str]
-) -> None:
-    same_among_others(new_context, monkeypatch, "device", cache)
 
 
 def test_a_device_that_fails(new_context: ContextFactory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
