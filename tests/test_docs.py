@@ -43,7 +43,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_and_targets_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    for target in re.findall(r"\bmake ([a-z][a-z-]*)", text):
+    for target in re.findall(r"(?:`|^)make ([a-z][a-z-]*)", text, flags=re.MULTILINE):
         assert target in targets, target
     # `NAME` is a place holder
     for path in re.findall(r"`((?:native|tests|python|scripts|requirements|patches|docs|models)/[\w./-]+)`", text):
