@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from llama_dge.config import POLICIES
 from reference import driver
 from reference.bounds import nmse_bounds
 from reference.budgets import (
+    OWN,
     adaptive_caps,
     all_scores,
     caps_of,
@@ -88,6 +90,10 @@ def row_bytes(type_name: str, head_size: int) -> int:
 
 
 # the rules
+
+
+def test_every_policy_of_the_library_has_a_reference() -> None:
+    assert {policy for policy, _ in RULES} == set(OWN) == set(POLICIES)
 
 
 def test_published_pyramids() -> None:

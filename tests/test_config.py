@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from llama_dge import DGEConfig
-from llama_dge.config import RANGES
+from llama_dge.config import POLICIES, RANGES
 
 NAN = float("nan")
 INF = float("inf")
 
 INTEGER_FIELDS = {"draft_tokens": 1, "window": 1, "kernel_size": 1, "sinks": 0}
 CHOICES = {
-    "policy": ("h2o", "pyramidkv", "snapkv", "streamingllm"),
+    "policy": tuple(POLICIES),  # of the library: test_budgets.py knows them
     "scores": ("auto", "draft", "policy", "both"),
     "pooling": ("none", "max", "avg"),
     "layer_budgets": ("exact", "reference"),

@@ -6,7 +6,7 @@ a head keeps; window and draft come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -21,8 +21,8 @@ from .policies import (
     disagreement,
     draft_score,
     group_mean,
-    past_scores,
     pool,
+    snapkv_score,
     top_positions,
 )
 
@@ -86,15 +86,32 @@ def h2o_sums(q: Float, k: Float, n_rows: int) -> Float:
     return group_mean(attention(q, k, 0, n_rows).sum(axis=1), k.shape[1])
 
 
+def snapkv_own(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
+    """SnapKV's and PyramidKV's own score, pooled."""
+    return pool(snapkv_score(q, k, n_prompt, s.window), s.pooling, s.kernel_size)
+
+
+def h2o_own(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
+    """H2O's own score, never pooled."""
+    return h2o_sums(q, k, n_prompt + s.draft_tokens - 1)[:, : n_prompt - s.window]
+
+
+# the own score of every policy, [n_head_kv, n_past]; StreamingLLM has none, see choose()
+OWN: dict[str, Callable[[Float, Float, int, Settings], Float]] = {
+    "snapkv": snapkv_own,
+    "pyramidkv": snapkv_own,
+    "streamingllm": snapkv_own,
+    "h2o": h2o_own,
+}
+
+
 def rank_scores(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
     """The scores by which the past rows of one layer are ranked, [n_head_kv, n_past], for every policy."""
-    if s.policy != "h2o" or s.scores == "draft":
-        return past_scores(q, k, n_prompt, s)
-    sums = h2o_sums(q, k, n_prompt + s.draft_tokens - 1)[:, : n_prompt - s.window]
-    if s.scores == "policy":
-        return sums
+    own = OWN[s.policy](q, k, n_prompt, s)
     draft = pool(draft_score(q, k, n_prompt, s.window, s.draft_tokens), s.pooling, s.kernel_size)
-    return np.asarray(sums / sums.sum(axis=1, keepdims=True) + draft / draft.sum(axis=1, keepdims=True))
+    if s.scores != "both":
+        return own if s.scores == "policy" else draft
+    return np.asarray(own / own.sum(axis=1, keepdims=True) + draft / draft.sum(axis=1, keepdims=True))
 
 
 def all_scores(reference: Reference, n_prompt: int, s: Settings) -> list[Float]:
