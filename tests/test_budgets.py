@@ -50,6 +50,8 @@ RULES = [
     ("h2o", "uniform"),
     ("h2o", "adaptive"),
     ("h2o", "table"),
+    ("tova", "uniform"),
+    ("tova", "table"),
     ("streamingllm", "uniform"),
     ("streamingllm", "table"),
 ]

@@ -96,12 +96,19 @@ def h2o_own(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
     return h2o_sums(q, k, n_prompt + s.draft_tokens - 1)[:, : n_prompt - s.window]
 
 
+def tova_own(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
+    """Attention of the last prompt token, mean over all heads of the layer, the same for each KV head."""
+    last = attention(q, k, n_prompt - 1, n_prompt)[:, 0, : n_prompt - s.window]
+    return np.tile(last.mean(axis=0), (k.shape[1], 1))
+
+
 # the own score of every policy, [n_head_kv, n_past]; StreamingLLM has none, see choose()
 OWN: dict[str, Callable[[Float, Float, int, Settings], Float]] = {
     "snapkv": snapkv_own,
     "pyramidkv": snapkv_own,
     "streamingllm": snapkv_own,
     "h2o": h2o_own,
+    "tova": tova_own,
 }
 
 
