@@ -10,14 +10,17 @@ import re
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
 from reference import driver
 from reference.instances import Instances, evaluated, greedy, instances
+from reference.models import write_lora
 from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 
 if TYPE_CHECKING:
@@ -481,12 +484,102 @@ def test_t63_trimmable_down_to_the_boundary_and_no_further(new_context: ContextF
         assert np.isfinite(logits).all()
 
 
+def test_r44_samplers(new_llm: Instances) -> None:
+    """One grammar object for many requests, processors, seeds: in force before and after the eviction."""
+    llm, full = new_llm(SETTINGS), new_llm()
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= ("ab" [0-9])+', verbose=False)
+
+    def text(one: Any, prompt: list[int], **settings: Any) -> str:
+        return str(one.create_completion(prompt, max_tokens=24, **settings)["choices"][0]["text"])
+
+    for i in range(3):
+        got = text(llm, PROMPT[i:], grammar=grammar, temperature=0.0)
+        assert re.fullmatch("(ab[0-9])*(a|ab)?", got) and llm.dge_stats.state == "evicted"
+        assert got == text(new_llm(SETTINGS), PROMPT[i:], grammar=grammar, temperature=0.0)
+
+    def only_digits(_ids: Any, scores: Any) -> Any:
+        kept = np.full_like(scores, -np.inf)
+        kept[3 + ord("0") : 4 + ord("9")] = scores[3 + ord("0") : 4 + ord("9")]
+        return kept
+
+    processors = llama_cpp.LogitsProcessorList([only_digits])
+    got = text(llm, PROMPT, logits_processor=processors, temperature=1.5, seed=7)
+    assert got.isdigit() and len(got) == 24 and llm.dge_stats.state == "evicted"
+    # the draft is chosen by the full cache
+    assert got[:DRAFT] == text(full, PROMPT, logits_processor=processors, temperature=1.5, seed=7)[:DRAFT]
+    texts = {seed: text(llm, PROMPT, temperature=1.5, seed=seed) for seed in range(4)}
+    assert len(set(texts.values())) == 4
+    assert texts == {seed: text(llm, PROMPT, temperature=1.5, seed=seed) for seed in range(4)}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_batch": 7},
+        {"n_batch": 33, "n_ubatch": 5},
+        {"rope_freq_base": 50000.0, "rope_freq_scale": 0.5},
+        {"rope_scaling_type": llama_cpp.LLAMA_ROPE_SCALING_TYPE_YARN, "yarn_orig_ctx": 64, "rope_freq_scale": 0.25},
+        {"lora_scale": 0.5},
+        {"lora_scale": -1.0},
+    ],
+    ids=lambda settings: ",".join(settings),
+)
+def test_r45_settings_of_the_context(new_llm: Instances, zoo: Zoo, tmp_path: Path, settings: dict[str, Any]) -> None:
+    if "lora_scale" in settings:
+        lora = write_lora(zoo["g2"].weights, tmp_path / "lora.gguf")
+        settings = {**settings, "lora_path": str(lora)}
+    llm, full, plain = new_llm(SETTINGS, **settings), new_llm(**settings), new_llm()
+    for prompt in (PROMPT, tokens_of(120, 5), PROMPT):
+        answer = greedy(llm, prompt, 16)
+        assert llm.dge_stats.state == "evicted" and llm.dge_stats.rows_after == BUDGET + DRAFT - 1
+        assert answer[:DRAFT] == greedy(full, prompt, 16)[:DRAFT]
+        assert answer == greedy(new_llm(SETTINGS, **settings), prompt, 16)
+    if "n_batch" not in settings:  # the setting counts
+        assert greedy(full, PROMPT, 16) != greedy(plain, PROMPT, 16)
+
+
+def test_r46_eight_requests_at_once(zoo: Zoo) -> None:
+    """On the server, one conversation at a time and three: each gets its own answer."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("openai")
+    from reference.serving import serving
+
+    def ask(client: Any, i: int) -> Any:
+        body = {"prompt": "the quick brown fox " * 10 + str(i), "max_tokens": 12, "temperature": 0}
+        return client.post("/v1/completions", json=body).json()
+
+    answers = []
+    for parallel in (1, 3):
+        settings = {"dge": SETTINGS, "parallel": parallel, "type_k": 0, "type_v": 0}
+        with serving(zoo["g2"].path, **settings) as client, ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda i, client=client: ask(client, i), range(8)))
+        assert {body["usage"]["dge"]["state"] for body in found} == {"evicted"}
+        answers.append([body["choices"][0]["text"] for body in found])
+    assert answers[0] == answers[1] and len(set(answers[0])) > 4
+
+
+@MODES
+def test_r47_a_long_prefix(new_llm: Instances, recall: int) -> None:
+    """Filling in the middle by `suffix`: the window at the end of the prompt holds the suffix, and is kept."""
+    llm, full = new_llm(dge_of(recall)), new_llm()
+    prefix, suffix = "def add(a, b): # " + "adds " * 60, "    return total"
+
+    def text(one: Any) -> str:
+        return str(one.create_completion(prefix, suffix=suffix, max_tokens=14, temperature=0.0)["choices"][0]["text"])
+
+    answer = text(llm)
+    assert llm.dge_stats.state == "evicted" and llm.dge_stats.n_prompt > len(prefix) + len(suffix)
+    assert answer[:DRAFT] == text(full)[:DRAFT] and answer == text(new_llm(dge_of(recall)))
+    assert answer == text(llm)
+
+
 def test_table_names_every_report() -> None:
     """docs/field-reports.md has a row for each report, and the tests it names exist."""
     page = (ROOT / "docs" / "field-reports.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith(("| E", "| T"))]
+    rows = [line for line in page.splitlines() if line.startswith(("| E", "| T", "| R"))]
     ids = [line.split("|")[1].strip() for line in rows]
-    assert ids == [*(f"E{i}" for i in range(1, 14)), *(f"T{i:02}" for i in range(1, 64, 2))]
+    reports = [*(f"E{i}" for i in range(1, 14)), *(f"T{i:02}" for i in range(1, 64, 2))]
+    assert ids == [*reports, *(f"R{i:02}" for i in range(1, 48))]
     names = re.findall(r"`(test_\w+\.py)(?:::(test_\w+))?`", page)
     assert len(names) > 30
     for file, name in names:
