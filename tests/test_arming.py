@@ -130,7 +130,7 @@ def test_abort_in_the_eviction(new_context: ContextFactory) -> None:
             assert context.rc == 2 and info["n_rows"] == N_BEFORE
         else:
             assert info["state"] == driver.STATE_EVICTED and info["n_evictions"] == 1
-        # after an abort the row of the batch may be there or not; either way the sequence goes on from what is there
+        # after an abort the row of the batch may be there or not; the sequence goes on from what is there
         at = context.pos_max() + 1
         assert at in (N_BEFORE, N_BEFORE + 1)
         got = decode_each(context, TOKENS[at:])

@@ -1,7 +1,7 @@
 """Budgets per layer and per head: which rows stay, and that attention sees these rows and no others.
 
 Heads that keep fewer rows than the largest one leave cells unused, which a bias must hide. The rows kept are compared
-with the NumPy rules of reference/budgets.py, the logits with the NumPy forward pass, masked as the library says.
+with the NumPy rules of reference/budgets.py, the logits with the NumPy forward pass, masked by the library's kept sets.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class EvictedRun:
 
 
 def check_numbers(run: EvictedRun, case: Mapping[str, Any]) -> None:
-    """The eviction was made, and left as many rows and bytes as it should and says."""
+    """The eviction happened; rows and bytes are those expected and those reported."""
     s, spec, kept, info = run.settings, run.spec, run.context.kept(), run.context.info()
     assert info["state"] == driver.STATE_EVICTED and info["error"] == driver.OK and info["n_evictions"] == 1
     n_tail = run.n_before - run.n_prompt + s.window
@@ -395,7 +395,7 @@ def test_several_threads_and_a_large_cache(zoo: Zoo, new_context: ContextFactory
     reference.mask_all_but(kept)
     want = np.concatenate([reference.step([token]) for token in tokens[n_prompt:]])
     assert nmse(got, want) <= nmse_bounds("f16", "f16", True, 2)[0]
-    # chosen by the rule, too, up to rounding
+    # and selected by the rule, up to rounding
     scores = all_scores(
         evaluated(zoo["g3"].weights, tokens[:n_prompt], n_prompt, ("f16", "f16"), flash_attn=True), n_prompt, s
     )

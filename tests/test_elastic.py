@@ -124,7 +124,7 @@ def test_eviction_shrinks(new_context: ContextFactory, kv_unified: bool, flash_a
         got = evict_after(context, tokens, n_prompt, 2)
         assert np.array_equal(got, evict_after(plain, tokens, n_prompt, 2))
         assert as_lists(context.kept()) == as_lists(plain.kept())
-        # 42 rows were left and 298 came: 256 cells did not suffice
+        # 42 rows were kept and 298 came: 256 cells did not suffice
         assert context.memory_info()["n_cells"] == 512
         assert context.memory_info()["kv"] == bytes_of(512, 3, 128, 1 if kv_unified else 2)
         assert plain.memory_info()["n_cells"] == (1 if not kv_unified else 2) * N_CTX
@@ -153,7 +153,7 @@ def test_memory_after_the_eviction(new_context: ContextFactory) -> None:
 
 @UNIFIED
 def test_others_keep_the_cache_large(new_context: ContextFactory, kv_unified: bool) -> None:
-    """An eviction gives back no cell that another sequence is in, and the other is bit for bit the same."""
+    """An eviction frees no cell of another sequence, which stays bit-identical."""
     settings: dict[str, Any] = {"n_ctx": 2 * N_CTX, "n_seq_max": 2, "kv_unified": kv_unified}
     context, plain = new_context("g2", **settings, elastic=True, dge=DGE), new_context("g2", **settings)
     for each in (context, plain):

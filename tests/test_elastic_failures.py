@@ -31,7 +31,7 @@ UNIFIED = pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "
 def test_growth_fails_at_each_layer(
     new_context: ContextFactory, later: bool, flash_attn: bool, types: tuple[str, str]
 ) -> None:
-    """llama_decode() says that there is no room, the log how much is missing, and nothing is lost."""
+    """llama_decode() returns 1, the log names the missing memory, and nothing is lost."""
     settings: dict[str, Any] = {"n_ctx": N_CTX, "flash_attn": flash_attn, "type_k": types[0], "type_v": types[1]}
     context, plain = new_context("g2", **settings, elastic=True), new_context("g2", **settings)
     n = 600 if later else 490
@@ -62,7 +62,7 @@ def test_growth_fails_at_each_layer(
 
 
 def test_a_failed_later_resize_holds_no_more_memory_than_it_has_to(new_context: ContextFactory) -> None:
-    """After a way back the layers' buffers may be larger; that is told, and ends with the next resize."""
+    """After a growth that failed some buffers may be larger, as reported, until the next resize."""
     context = new_context("deep", n_ctx=N_CTX, elastic=True)
     context.decode(TOKENS[:600], every=False)
     before = sizes(context)

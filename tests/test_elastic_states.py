@@ -67,7 +67,7 @@ def test_sequence_state_makes_the_cache_grow(new_context: ContextFactory, kv_uni
 
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "sequence"])
 def test_state_of_an_evicted_sequence(new_context: ContextFactory, whole: bool) -> None:
-    """It needs the cells of what is left, not of what there was."""
+    """It needs cells for the kept entries, not for the full cache."""
     settings: dict[str, Any] = {"n_ctx": N_CTX, "dge": {**DGE, "budget": 600}}
     source = new_context("g2", **settings)
     evict_after(source, TOKENS[:910], 900, 2)

@@ -1,6 +1,6 @@
 """Which way scores are computed: by the fused operation ATTN_SCORE, or by the graph that takes its place.
 
-That either way is right is shown where the fixture `scored_by` is used; here it is shown that they are two ways.
+Tests that use the fixture `scored_by` prove that both ways are right; this file proves that they are two.
 """
 
 from __future__ import annotations

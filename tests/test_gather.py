@@ -58,7 +58,7 @@ CASES = [
     ("g2", Q8_K, UNEVEN, True),
     ("g2", Q8_FA, {**EVEN, **PARKED}, True),
     ("g2", Q4_FA, EVEN, False),
-    ("g8", Q8_FA, EVEN, False),  # heads of 34 bytes: by way of the host in any case
+    ("g8", Q8_FA, EVEN, False),  # heads of 34 bytes: always moved by the host
 ]
 
 

@@ -59,13 +59,13 @@ def test_order_of_the_sums(
     for (il, ih), rows in order.items():
         of_head = scores[il][ih]
         tolerance = FLASH if flash_attn and il > 0 else EXACT
-        # each row is the best of those that are left, up to the tolerance
+        # each row is the best of the rest, up to the tolerance
         rest = of_head[rows]
         best_left = np.maximum.accumulate(rest[::-1])[::-1]
         assert ((best_left - rest) / best_left).max() <= tolerance
         n_swapped += int((best_left != rest).sum())
     assert flash_attn or n_swapped <= 2
-    # attention over few rows has a wide spread; if not, the order would say nothing
+    # attention over few rows has a wide spread; if not, the order would prove nothing
     assert all(np.ptp(np.log(of_head)) > 1.0 for of_layer in scores for of_head in of_layer)
 
 
@@ -231,7 +231,7 @@ def test_beside_an_evicted_sequence(zoo: Zoo, new_context: ContextFactory, kv_un
 @FA
 @pytest.mark.usefixtures("scored_by")
 def test_cells_that_are_used_again(zoo: Zoo, new_context: ContextFactory, flash_attn: bool) -> None:
-    """Sums that another prompt left in the cells do not count."""
+    """Sums of another prompt in the same cells do not count."""
     n_prompt, s = 90, replace(S, draft_tokens=3)
     context = new_context("g2", flash_attn=flash_attn, **F32, n_seq_max=2, n_ctx=256, dge=s.as_params())
     for i, removal in enumerate(["clear", "rm", "rm after the eviction", "keep", "rm in part"]):

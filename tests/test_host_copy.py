@@ -1,4 +1,4 @@
-"""What is parked: limits, files and when they go; what cannot be parked or restored, and aborts."""
+"""The host copy: its limits, its files and when they are deleted, damage, failures and aborts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 PARKS = pytest.mark.parametrize("park", ["ram", "disk"])
 
 
-# what a store is worth, and when it goes
+# limits and files
 
 
 @PARKS
 def test_limit(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
-    """An eviction that would park more than allowed is refused; the full cache goes on."""
+    """An eviction whose host copy exceeds the limit is refused; the full cache goes on."""
     context = new_context("g2", dge=parked(tmp_path, park))
     evicted_session(context)
     size = context.info()["bytes_parked"]
@@ -68,7 +68,7 @@ def test_limit(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
     )
     assert messages.ABOVE_LIMIT in "".join(log)
     assert not list(tmp_path.iterdir())
-    # an eviction by hand tells it at once
+    # an explicit eviction returns it at once
     context.enable(**parked(tmp_path, park, park_limit=9))
     context.clear()
     context.decode(FIRST[:N_PROMPT])
@@ -108,7 +108,7 @@ def test_files_go(new_context: ContextFactory, tmp_path: Path) -> None:
     assert context.disable() == driver.OK
     context.enable(**parked(tmp_path))
     evicted_session(context)
-    # settings without parking leave what is parked alone
+    # settings without a host copy leave the existing one alone
     context.enable(**{**DGE, "park": "off"})
     assert n_files() == 1 and context.info()["n_parked"] == N_BEFORE
     assert context.restore(N_BEFORE) == N_BEFORE
@@ -117,7 +117,7 @@ def test_files_go(new_context: ContextFactory, tmp_path: Path) -> None:
     context.enable(**parked(tmp_path))
     evicted_session(context)
     state = context.seq_state()
-    # a state does not hold what is parked
+    # a state does not hold the host copy
     assert context.seq_state_load(state) == len(state)
     assert context.info()["state"] == driver.STATE_EVICTED and context.info()["n_parked"] == 0
     assert n_files() == 0 and context.restore(10) == 0
@@ -202,7 +202,7 @@ def test_parking_fails(new_context: ContextFactory, tmp_path: Path, size: int | 
     assert (context.info()["state"], context.info()["error"]) == (driver.STATE_FULL, driver.ERR_PARK)
     assert str(folder) in "".join(log)
     assert not list(tmp_path.iterdir())
-    # the same context parks when it can
+    # the same context makes a host copy when it can
     context.clear()
     if size is None:
         folder.mkdir()
@@ -234,7 +234,7 @@ DAMAGES |= {"removed": Path.unlink}
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_file(new_context: ContextFactory, tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    """The sequence stays as it was evicted, and what is of no use is thrown away."""
+    """The sequence stays evicted, and the damaged copy is dropped."""
     context, twin = new_context("g2", dge=parked(tmp_path)), new_context("g2", dge=DGE)
     evicted_session(context)
     evicted_session(twin)
@@ -287,7 +287,7 @@ def test_no_memory_to_restore(new_context: ContextFactory, tmp_path: Path) -> No
 
 @PARKS
 def test_abort(new_context: ContextFactory, tmp_path: Path, park: str) -> None:
-    """Stopped at any step of an eviction that parks: nothing is parked, or all of it. A restore is not stopped."""
+    """An eviction stopped at any step makes no host copy or all of it. A restore is not stopped."""
     settings: dict[str, Any] = {"dge": parked(tmp_path, park)}
     plain = new_context("g2")
     full_session(plain, N_BEFORE)

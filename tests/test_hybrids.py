@@ -156,7 +156,7 @@ def test_the_same_prompt_short_and_long(new_llm: Instances, tiny: dict[str, Path
 
 @pytest.mark.parametrize("arch", [*HYBRIDS, *WINDOWS])
 def test_states(new_llm: Instances, tiny: dict[str, Path], arch: str) -> None:
-    """A state holds the layers that are not evicted, too."""
+    """A state also holds the layers that are not evicted."""
     llm = new_llm(SETTINGS, tiny[arch], n_ctx=512)
     want = greedy(llm, PROMPT, 30)
     llm.reset()

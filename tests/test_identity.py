@@ -33,7 +33,7 @@ def build_stock(folder: Path) -> Path:
         build = ["--no-cache-dir", "--no-deps", "--no-binary", "llama-cpp-python"]
         environment = dict(os.environ)
         if sys.platform == "linux":
-            # GCC's error with AMX would end the process here, too, before there is anything to compare
+            # GCC's error with AMX would also end the process here, before there is anything to compare
             flags = f"-DCMAKE_CXX_FLAGS=-include{ROOT / 'native' / 'ggml' / 'cpu' / 'amx-compat.h'}"
             environment["CMAKE_ARGS"] = f"{environment.get('CMAKE_ARGS', '')} {flags}".strip()
         subprocess.run([*pip, *build, *source], check=True, env=environment)

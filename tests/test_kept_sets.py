@@ -1,4 +1,4 @@
-"""The rows that an eviction keeps are those that the reference policies choose from the reference's own Q and K."""
+"""An eviction keeps the rows that the reference policies select from the reference's own Q and K."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_more_rows_than_draft_tokens(zoo: Zoo, new_context: ContextFactory) -> N
     reference.run(tokens[: n_prompt + 6])
     want = [kept_rows(q, k, n_prompt, n_prompt + 6, s) for q, k in zip(reference.q, reference.k)]
     assert as_lists(context.kept()) == as_lists(want)
-    # the reference's draft score must be that of two queries, else this test says nothing
+    # the reference's draft score must be that of two queries, else this test proves nothing
     q, k = reference.q[0], reference.k[0]
     assert not np.allclose(draft_score(q, k, n_prompt, 8, 2), draft_score(q, k, n_prompt, 8, 7))
 

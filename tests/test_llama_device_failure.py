@@ -58,7 +58,7 @@ def test_generate(new_llm: Instances, park: str, elastic: bool, nth: int) -> Non
 
 @pytest.mark.parametrize("nth", [1, 3])
 def test_a_selection(new_llm: Instances, nth: int) -> None:
-    """Rows that are chosen again, in the middle of an answer."""
+    """A selection in the middle of an answer."""
     dge = {**DGE, "recall": 2}
     llm = new_llm(dge)
     answer = llm.generate(PROMPT, temp=0.0)

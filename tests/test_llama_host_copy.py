@@ -11,7 +11,7 @@ TOKENS = tokens_of(400, 0)
 
 
 def test_recall_is_switched_on_for_a_host_copy_in_a_file(new_llm: Instances, tmp_path: Path) -> None:
-    """Nothing is chosen from a file: the rows of the eviction go on, and the next prompt is recalled from memory."""
+    """A copy on disk is not recalled from: the kept set stays, and the next prompt recalls from RAM."""
     disk = {"budget": 64, "draft_tokens": 2, "park": "disk", "park_dir": str(tmp_path)}
     recall = {"budget": 64, "draft_tokens": 2, "recall": 4}
     llm = new_llm(disk)

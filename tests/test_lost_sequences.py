@@ -1,6 +1,6 @@
 """A device that fails after the first row of an eviction has moved: the sequence is empty then, and the others go on.
 
-The rows move by graphs of the CPU, which takes the place of a device (LLAMA_DGE_GATHER=cpu), or are copied by the host.
+Graphs of the CPU move the rows as a device would (LLAMA_DGE_GATHER=cpu), or the host copies them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Pair:
             decode_each(each, TOKENS[N_PROMPT:N_BEFORE])
 
     def lose(self) -> None:
-        """What the twin is told to do when the context lost its sequence 0."""
+        """The twin drops its sequence 0 when the context lost it."""
         assert self.twin.seq_rm(0, -1, -1)
 
     def other_goes_on(self, bound: float = 0.0) -> None:
@@ -133,7 +133,7 @@ def each_layer_fails(new_context: ContextFactory, folder: Path, by: str, park: s
         pair.other_goes_on()
         assert_as_new(context, new_context, same, **dge)
         pair.other_goes_on(same)
-        context.close()  # its file goes, too
+        context.close()  # its file is deleted as well
     assert n_lost == N_LAYER
 
 
@@ -145,7 +145,7 @@ def test_each_layer_of_an_eviction_fails(new_context: ContextFactory, tmp_path: 
 @pytest.mark.parametrize("others", [True, False])
 @pytest.mark.parametrize("park", ["off", "ram"])
 def test_elastic(new_context: ContextFactory, by: str, park: str, others: bool) -> None:
-    """The cache shrinks in any case. Where rows of others cannot be copied either, they are lost, too."""
+    """The cache shrinks in any case. Other sequences are lost as well where their rows cannot be copied."""
     prompt = tokens_of(560, 3)  # more than the cache begins with
     n_lost = {"one": 0, "all": 0}
     for n in count(1):
@@ -186,7 +186,7 @@ def test_elastic(new_context: ContextFactory, by: str, park: str, others: bool) 
 
 @pytest.mark.parametrize("kv_unified", [True, False], ids=["unified", "streams"])
 def test_growth_fails(new_context: ContextFactory, kv_unified: bool) -> None:
-    """A cache that grows moves rows, too: it stays as it was, and the batch is asked for again."""
+    """A growing cache also moves rows: on a failure it stays as it was, and the batch can be retried."""
     tokens = tokens_of(900, 3)
     steps = [300, 600, 800]  # of which the last two need more cells
     n_failed = 0

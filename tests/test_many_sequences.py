@@ -64,7 +64,7 @@ def test_eight_sequences(new_context: ContextFactory, policy: str, elastic: bool
         if n_prompt > 40:
             assert context.info(seq)["state"] == driver.STATE_EVICTED
             assert as_lists(context.kept(seq)) == as_lists(alone[seq].kept())
-            # what is left of it: the layer with the most, and four tokens of the answer
+            # kept entries of the layer with the most, and four tokens of the answer
             assert context.info(seq)["n_rows"] == context.info(seq)["n_rows_after"] + 2
     assert sum(context.info(seq)["n_rows"] for seq in range(8)) <= N_CTX // 2 + 8 * 40
     for step in range(4, 24):

@@ -132,7 +132,7 @@ def test_eviction_equals_mask(zoo: Zoo, new_context: ContextFactory, case: Mappi
     spec = zoo[case["model"]].weights.spec
     budget, n_draft = case["budget"], case["draft_tokens"] - 1
 
-    # proof of action: the eviction was made, once, and left the rows that it should
+    # proof of action: the eviction was made, once, and kept the rows that it should
     info = run.context.info()
     assert info["state"] == driver.STATE_EVICTED and info["error"] == driver.OK and info["n_evictions"] == 1
     assert (info["n_prompt"], info["n_draft"], info["budget"]) == (run.n_prompt, n_draft, budget)

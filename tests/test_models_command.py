@@ -26,7 +26,7 @@ README = Path(__file__).parent.parent / "models" / "README.md"
 
 
 class Registry:
-    """A folder of wheels that pip uses in place of a registry, and a manifest of one model in them."""
+    """A folder of wheels that pip uses as a registry, and a manifest of one model in them."""
 
     def __init__(self, folder: Path) -> None:
         self.wheels = folder / "wheels"

@@ -1,4 +1,4 @@
-"""What was evicted has no influence any more, and every request is evicted, not only the first."""
+"""Evicted entries have no influence, and every request is evicted, not only the first."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from reference.scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 if TYPE_CHECKING:
     from conftest import ContextFactory
 
-NAN, ALL_ONES = 0x7E00, 0xFFFF  # the second is a NaN, too, and -1 as a quantised value
+NAN, ALL_ONES = 0x7E00, 0xFFFF  # the second is also a NaN, and -1 as a quantised value
 LARGE, LARGE_NEGATIVE = 0x6BCD, 0xEBCD  # +-3994 in f16, +-4.9e26 in bf16 and f32
 
 FLASH = [("f16", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("bf16", "bf16"), ("iq4_nl", "iq4_nl")]

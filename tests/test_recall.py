@@ -1,4 +1,4 @@
-"""Recall: rows are chosen again from the parked ones, and what was evicted comes back."""
+"""Recall: entries are selected again from the host copy, and evicted ones return."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def cells_in_use(context: driver.Context, every: int) -> None:
-    """No more rows than the budget and what came since the last choice."""
+    """No more rows than the budget and those since the last selection."""
     info = context.info()
     assert info["n_rows"] == info["n_rows_after"] + (context.pos_max() + 1 - info["n_rows_before"])
     assert context.pos_max() + 1 - info["n_rows_before"] <= max(every, 1)
@@ -54,7 +54,7 @@ def test_every_step_equals_the_masked_cache(
     every: int,
     elastic: bool,
 ) -> None:
-    """Between choices and across them; rows of the answer are evicted and come back as rows of the prompt do."""
+    """Between selections and across them; rows of the answer are evicted and recalled as those of the prompt."""
     dge = recall(every, policy=policy, head_budgets=head_budgets)
     kv = {"flash_attn": flash_attn, "type_k": kind, "type_v": kind, "elastic": elastic}
     context = new_context(model, **kv, dge=dge)
@@ -81,19 +81,19 @@ def test_every_step_equals_the_masked_cache(
             cells_in_use(context, every)
         errors.append(nmse(got, reference.step([token])[0]))
     info = context.info()
-    # the first choice is the eviction
+    # the first selection is the eviction
     assert info["n_recalls"] == (219 - 151) // every and info["n_moved"] > 0
     assert info["n_parked"] == 151 and info["bytes_parked"] > 0
     assert max(errors) < largest and np.median(errors) < median
     if policy != "streamingllm":
-        assert n_back > 0  # otherwise nothing above was about rows that come back
+        assert n_back > 0  # otherwise nothing was recalled above
 
 
 @pytest.mark.usefixtures("scored_by")
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("model", ["g1", "g2", "g8"])
 def test_the_last_queries_select(zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool) -> None:
-    """Each choice is the one that SnapKV makes of a prompt that ends here."""
+    """Each selection is the one that SnapKV makes of a prompt that ends here."""
     context = new_context(model, flash_attn=flash_attn, dge=recall(5))
     tokens = tokens_of(200, 1)
     prefill_and_arm(context, tokens[:150])
@@ -161,7 +161,7 @@ def test_free_cells_are_never_read(new_context: ContextFactory, pattern: int) ->
 
 @pytest.mark.parametrize("park_rows", [0, 2000])
 def test_restore_puts_back_what_was_before_the_eviction(new_context: ContextFactory, park_rows: int) -> None:
-    """Rows that were made with an evicted cache do not come back; more than the store has room for is appended."""
+    """Rows made with an evicted cache are not restored; the host copy grows where it has no room."""
     context = new_context("g2", n_ctx=4096, elastic=True, dge=recall(8))
     full = new_context("g2", n_ctx=4096)
     tokens = tokens_of(300 + park_rows, 5)
@@ -175,7 +175,7 @@ def test_restore_puts_back_what_was_before_the_eviction(new_context: ContextFact
 
 
 def test_entries_after_a_selection_can_be_removed(zoo: Zoo, new_context: ContextFactory) -> None:
-    """As speculative decoding does: tokens above the last choice are taken back and replaced."""
+    """As speculative decoding does: tokens above the last selection are removed and replaced."""
     context = new_context("g2", dge=recall(4))
     reference = Reference(zoo["g2"].weights, "f16", "f16")
     tokens = tokens_of(300, 6)
@@ -202,7 +202,7 @@ def test_entries_after_a_selection_can_be_removed(zoo: Zoo, new_context: Context
 
 
 def test_two_sequences(new_context: ContextFactory) -> None:
-    """Choices of one sequence leave the other alone, in one cache and in two."""
+    """Selections of one sequence leave the other alone, in one cache and in two."""
     for unified in (True, False):
         kv = {"n_seq_max": 2, "kv_unified": unified, "n_ctx": 1024}
         alone = new_context("g2", **kv, dge=recall(3))
@@ -228,7 +228,7 @@ def test_two_sequences(new_context: ContextFactory) -> None:
 
 
 def test_a_copied_sequence_is_not_selected_again(new_context: ContextFactory) -> None:
-    """Cells of two sequences cannot be moved: the rows of the last choice go on until the copy is gone."""
+    """Cells of two sequences cannot be moved: the last kept set stays until the copy is gone."""
     context = new_context("g2", n_seq_max=2, dge=recall(3))
     tokens = tokens_of(300, 10)
     prefill_and_arm(context, tokens[:150])
@@ -246,7 +246,7 @@ def test_a_copied_sequence_is_not_selected_again(new_context: ContextFactory) ->
 
 
 def test_a_state_holds_no_host_copy(new_context: ContextFactory) -> None:
-    """It continues with the rows of the last choice, and says that none can come back."""
+    """It continues with the last kept set; n_parked is 0."""
     context = new_context("g2", dge=recall(5))
     tokens = tokens_of(300, 11)
     prefill_and_arm(context, tokens[:150])
@@ -279,13 +279,13 @@ def test_a_selection_without_memory_changes_nothing(new_context: ContextFactory,
         assert after["error"] == driver.ERR_MEMORY and as_lists(context.kept()) == before
         assert any(messages.KEEPS_SELECTION in line for line in lines)
     else:
-        assert n > 3  # a choice of this model allocates once per layer
+        assert n > 3  # a selection of this model allocates once per layer
     decode_each(context, tokens[157 + n_fill : 170])
     assert context.info()["n_recalls"] > info["n_recalls"]
 
 
 def test_abort_in_a_selection(new_context: ContextFactory) -> None:
-    """The callback stops a choice at any of its steps: the old rows go on, and the next decode chooses."""
+    """The callback stops a selection at any step: the old kept set stays, and the next decode selects."""
     tokens = tokens_of(300, 13)
 
     def run(abort_at: int) -> tuple[driver.Context, int, int]:
@@ -302,7 +302,7 @@ def test_abort_in_a_selection(new_context: ContextFactory) -> None:
         before = as_lists(context.kept())
         context.set_abort(abort)
         context.decode([tokens[155]], check=False)
-        if context.rc != 0:  # stopped in the graph of the decode, behind the choice
+        if context.rc != 0:  # stopped in the graph of the decode, after the selection
             context.set_abort(None)
             return context, calls, context.rc
         context.set_abort(None)
@@ -323,7 +323,7 @@ def test_abort_in_a_selection(new_context: ContextFactory) -> None:
 
 
 def test_no_recall_is_dge_as_published(new_context: ContextFactory) -> None:
-    """recall=0 with parked rows changes nothing in what is attended."""
+    """recall=0 with a host copy changes nothing in what is attended."""
     s = Settings(budget=BUDGET, window=WINDOW)
     tokens = tokens_of(220, 16)
     results = []
@@ -339,7 +339,7 @@ def test_no_recall_is_dge_as_published(new_context: ContextFactory) -> None:
 def test_entries_that_are_removed_after_they_were_copied_to_the_host(
     zoo: Zoo, new_context: ContextFactory, every: int, overlap: bool
 ) -> None:
-    """A look, or a thread, has parked rows that are then removed and replaced by others: the others count."""
+    """Rows copied to the host by a check or a thread, then removed and replaced: the new ones count."""
     context = new_context("g2", dge=recall(every, recall_async=overlap, recall_mass=0.5))
     reference = Reference(zoo["g2"].weights, "f16", "f16")
     tokens = tokens_of(600, 22)
@@ -365,7 +365,7 @@ def test_entries_that_are_removed_after_they_were_copied_to_the_host(
 
 
 def test_settings_that_change_between_two_selections(new_context: ContextFactory) -> None:
-    """The captured queries are dropped: the next choice comes when there are enough again, without a warning."""
+    """The captured queries are dropped: the next selection comes when there are enough again, without a warning."""
     context = new_context("g2", dge=recall(3))
     tokens = tokens_of(300, 23)
     prefill_and_arm(context, tokens[:150])
@@ -381,12 +381,12 @@ def test_settings_that_change_between_two_selections(new_context: ContextFactory
 
 
 def test_a_restore_does_not_select_first(new_context: ContextFactory) -> None:
-    """A choice is due at the moment of the restore: it would copy and score rows that are going to be dropped."""
+    """A selection due at the restore would copy and score rows that are about to be dropped."""
     context = new_context("g2", dge=recall(1))
     tokens = tokens_of(300, 24)
     prefill_and_arm(context, tokens[:150])
     decode_each(context, tokens[150:160])
-    # the first allocation of a choice would fail, and say so
+    # the first allocation of a selection would fail and be logged
     with driver.failing_alloc(1), driver.captured_log() as lines:
         assert context.restore(1000) == 151
     assert not [line for line in lines if messages.KEEPS_SELECTION in line]

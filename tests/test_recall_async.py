@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def test_async_is_one_selection_late(
     zoo: Zoo, new_context: ContextFactory, model: str, flash_attn: bool, elastic: bool, head_budgets: str
 ) -> None:
-    """A thread chooses from what was there at the choice before; every step still equals the masked cache."""
+    """A thread selects from the entries of one selection before; every step still equals the masked cache."""
     every = 5
     dge = recall(every, recall_async=True, head_budgets=head_budgets)
     context = new_context(model, flash_attn=flash_attn, elastic=elastic, dge=dge)

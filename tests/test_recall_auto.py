@@ -1,4 +1,4 @@
-"""Recall when it pays (`recall="auto"`), and choices that a thread makes (`recall_async`)."""
+"""Recall when it pays (`recall="auto"`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("mass", [1e-3, 0.9])
 def test_auto(new_context: ContextFactory, mass: float) -> None:
-    """It looks after every token; a low threshold fires only after 8, another one when attention moves away, too."""
+    """It checks after every token; a low threshold fires only after 8, a high one also when attention moves away."""
     context = new_context("g2", dge=recall(-1, recall_mass=mass))
     tokens = tokens_of(400, 14)
     prefill_and_arm(context, tokens[:150])
@@ -27,7 +27,7 @@ def test_auto(new_context: ContextFactory, mass: float) -> None:
     info = context.info()
     assert info["state"] == driver.STATE_EVICTED and info["n_rows"] <= BUDGET + 9
     if mass < 0.1:
-        # the eviction at 151 knows no mass, so the first look chooses; then every 8 rows
+        # the eviction at 151 knows no mass, so the first check selects; then every 8 rows
         assert info["n_recalls"] == 1 + (350 - 152) // 8 and info["n_checks"] == 199 - 24
     else:
         assert 30 < info["n_recalls"] < 190 and info["n_checks"] > 170
@@ -55,7 +55,7 @@ def test_auto_measures_the_attention_that_is_held(zoo: Zoo, new_context: Context
     # masked rows matter to what is decoded, but not to the queries of a model of one layer
     first = held()
     falls = []
-    for token in tokens[152:159]:  # before it chooses in any case
+    for token in tokens[152:159]:  # before it selects in any case
         reference.step([token])
         falls.append(held() / first)
     assert min(falls) < 0.9

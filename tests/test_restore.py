@@ -88,7 +88,7 @@ def test_as_if_never_evicted(new_context: ContextFactory, tmp_path: Path, case: 
         assert not list(tmp_path.iterdir())
         twin = new_context(case["model"], **settings)
         full_session(twin, n)
-        # rows that are gone are in the sums of H2O: it says so, and everything but the next eviction is right
+        # removed rows are in the sums of H2O: an error, and all but the next eviction is right
         lost = sums and n < N_BEFORE
         assert context.reuse(n + len(QUESTION), n) == (0 if lost else n)
         same_from_now_on(context, twin, QUESTION, evict=not lost)
@@ -117,7 +117,7 @@ def test_regenerated_answer(new_context: ContextFactory, flash_attn: bool) -> No
 
 
 def test_the_comparison_would_fail(new_context: ContextFactory) -> None:
-    """A row too many, another row, or the rows that the eviction left: each gives other logits."""
+    """A row too many, another row, or the kept set: each gives other logits."""
     want = new_context("g2", dge=DGE)
     full_session(want, N_BEFORE)
     logits = want.decode(QUESTION)
@@ -164,7 +164,7 @@ def test_many_turns(new_context: ContextFactory, tmp_path: Path, park: str) -> N
 @UNIFIED
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_restore_between_other_sequences(new_context: ContextFactory, kv_unified: bool, flash_attn: bool) -> None:
-    """Freed cells were taken by others: the rows come back into whatever is free, and the others do not notice."""
+    """Others took the freed cells: rows are restored into any free cells, and the others stay as they are."""
     settings: dict[str, Any] = {"n_ctx": 1024, "n_seq_max": 4, "kv_unified": kv_unified, "flash_attn": flash_attn}
     context, twin = (new_context("g2", **settings, dge=DGE) for _ in range(2))
     for each in (context, twin):
@@ -193,7 +193,7 @@ def test_restore_between_other_sequences(new_context: ContextFactory, kv_unified
 
 @UNIFIED
 def test_no_room_to_restore(new_context: ContextFactory, kv_unified: bool) -> None:
-    """Others filled the cache: ERR_MEMORY, nothing changed, and when they are gone the rows come back."""
+    """Others filled the cache: ERR_MEMORY, nothing changed; without them the restore succeeds."""
     settings: dict[str, Any] = {"n_ctx": 256 if kv_unified else 512, "n_seq_max": 2, "kv_unified": kv_unified}
     context, twin = (new_context("g2", **settings, dge=DGE) for _ in range(2))
     for each in (context, twin):
@@ -218,7 +218,7 @@ def test_no_room_to_restore(new_context: ContextFactory, kv_unified: bool) -> No
 @PARKS
 @UNIFIED
 def test_copies_restore_by_themselves(new_context: ContextFactory, tmp_path: Path, park: str, kv_unified: bool) -> None:
-    """A copy of an evicted sequence shares what is parked; each of the two is restored, whatever the other does."""
+    """A copy shares the host copy of its source; each of the two is restored, whatever the other does."""
     settings: dict[str, Any] = {"n_seq_max": 3, "kv_unified": kv_unified, "dge": parked(tmp_path, park)}
     context = new_context("g2", **settings)
     evicted_session(context)

@@ -95,7 +95,7 @@ class Requests:
 
     def answer(self, prompt: list[int], settings: dict[str, Any], compare: bool) -> None:
         if compare:
-            # rows that were made in batches of another size differ in their last bits, and a choice may hang on them
+            # batches of another size differ in their last bits, which may decide between two tokens
             self.llm.reset()
             self.n_compared += 1
         out = self.llm.create_completion(prompt, **settings)
@@ -165,7 +165,7 @@ class Requests:
             self.llm._ctx.decode = decode
 
     def do_abort(self, prompt: list[int], settings: dict[str, Any]) -> None:
-        """The library's own callback, after a random number of calls: in a decode, an eviction or a choice."""
+        """The library's own callback, after a random number of calls: in a decode, an eviction or a selection."""
         at, n = self.rng.choice([1, 5, 20, 60, 100, 200]), 0
 
         def stop() -> bool:
@@ -208,7 +208,7 @@ class Requests:
 
 
 WAYS: list[tuple[int | str, bool, bool, bool]] = [
-    # recall, overlap, logits_all, draft model
+    # recall, recall_async, logits_all, draft model
     (0, False, False, False),
     (0, False, True, True),
     (3, False, False, False),

@@ -44,7 +44,7 @@ def test_other_settings_go_on(
     prefill_and_arm(alone, TOKENS[:N_PROMPT])
     want = decode_each(alone, TOKENS[N_PROMPT:])[n_draft:]
 
-    # sums are given to settings that do not need them, too
+    # sums are also given to settings that do not need them
     reader = new_context(model, flash_attn=flash_attn, dge=SUMS)
     reader.decode(TOKENS[:N_PROMPT], every=False)
     for token in TOKENS[N_PROMPT : N_PROMPT + n_draft]:
@@ -66,7 +66,7 @@ def test_other_settings_go_on(
 
 
 def test_of_rows_that_are_there(new_context: ContextFactory) -> None:
-    """Queries of rows that were removed are left out; those that remain are the last ones."""
+    """Queries of removed rows are dropped; those that remain are the last ones."""
     reader = new_context("g2", dge=WIDE)
     reader.decode(TOKENS[: N_PROMPT + 8], every=False)
     state, queries = reader.seq_state(), reader.queries()

@@ -91,7 +91,7 @@ def test_a_copy_of_an_evicted_sequence_goes_on_alike(evicted_context: Callable[.
     assert as_lists(context.kept(2)) == as_lists(context.kept(0)) == as_lists(untouched.kept(0))
     for name in ("state", "n_prompt", "boundary", "pos_min", "n_rows"):
         assert context.info(2)[name] == context.info(0)[name]
-    # the contract holds for the copy, too
+    # the contract holds for the copy as well
     assert not context.seq_rm(2, 10, -1) and context.seq_rm(2, N_BEFORE + 5, -1)
     assert context.seq_rm(0, -1, -1)
     assert nmse(decode_each(context, rest, 2), want) <= SAME

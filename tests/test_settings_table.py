@@ -43,8 +43,8 @@ class Bad:
     in_c: Any = None
 
 
-# values of each setting, as Python spells them. Left out is what the two spell unlike on purpose: a share of 0.0 and
-# park_limit=0 are "not set" in C, recall=-1 is "auto" in C, and Python checks types and what is beyond an int32
+# values of each setting, as Python spells them. The two differ on purpose, and not here, in: a share of 0.0 and
+# park_limit=0, which are "not set" in C; recall=-1, which is "auto" in C; types and numbers beyond an int32
 VALUES: dict[str, list[Any]] = {
     "policy": ["snapkv", "pyramidkv", "h2o", "streamingllm", OWN, Bad("SnapKV"), Bad("")],
     "scores": ["auto", "draft", "policy", "both", Bad("all", 4), Bad("last", -1)],

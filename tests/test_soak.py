@@ -177,7 +177,7 @@ def test_parked_in_files(zoo: Zoo, tmp_path: Path, report: Callable[[str], None]
 def test_a_long_answer(new_llm: Instances, report: Callable[[str], None], recall: int | str) -> None:
     """4,000 tokens at a budget of 256 rows: time of a step, rows and memory of the cache stay what they were."""
     n, budget = 4000, 256
-    # a share that is seldom missed, so that "auto" mostly chooses when it must, after 8 tokens
+    # a share that is seldom missed, so that "auto" mostly selects when it must, after 8 tokens
     dge = {"budget": budget, "draft_tokens": 2, "recall": recall, "recall_mass": 0.2}
     llm = new_llm(dge, n_ctx=5120)
     rng = random.Random(1)
@@ -199,9 +199,9 @@ def test_a_long_answer(new_llm: Instances, report: Callable[[str], None], recall
     assert stats is not None and len(times) == n and llm.n_tokens == 600 + n - 1
     n_recalls = (n - 2) // 4 if recall == 4 else n // 8 - 2
     assert stats.n_recalls >= n_recalls - 1 and stats.rows_parked == 601
-    # rows of 3 layers x 2 heads x 64 x (K and V) x f16, but for those since the last choice
+    # rows of 3 layers x 2 heads x 64 x (K and V) x f16, but for those since the last selection
     assert stats.bytes_parked > (600 + n - 80) * 3 * 2 * 64 * 2 * 2
-    # between two choices rows are added: 4, or at most 8
+    # between two selections rows are added: 4, or at most 8
     assert max(rows[1:]) <= budget + (4 if recall == 4 else 9)
     assert max(cells[1:]) <= 512
     first, end = statistics.median(times[10:1000]), statistics.median(times[-1000:])
@@ -211,11 +211,11 @@ def test_a_long_answer(new_llm: Instances, report: Callable[[str], None], recall
         f"{mean_first * 1e3:.2f} -> {mean_end * 1e3:.2f} ms; resident without what is parked "
         f"{rss[1] / MIB:.1f} -> {rss[-1] / MIB:.1f} MiB, parked {stats.bytes_parked / MIB:.1f} MiB"
     )
-    # The median is that of a step without a choice, which reads 256 rows at the beginning as at the end. Half as much
-    # again is for a machine that does something else, too; attention over all rows would be eight times the rows.
-    # "auto" looks at the parked keys after every token, in a model this small at those of all layers, not of a few.
+    # The median is that of a step without a selection, which reads 256 rows at the beginning as at the end. The factor
+    # allows for a busy machine; attention over all rows would read eight times as many.
+    # "auto" reads keys of the host copy after every token, in a model this small at those of all layers, not of a few.
     assert end <= (1.5 if recall == 4 else 2.5) * first, (first, end)
-    # Scratch memory of a choice grows with the rows it chooses from, and stores grow by a quarter at a time: what is
-    # parked here is 7 MiB.
+    # Scratch memory of a selection grows with the rows it reads, and host copies grow by a quarter at a time: the
+    # one here is 7 MiB.
     assert statistics.median(rss[-20:]) - statistics.median(rss[1:21]) <= 8 * MIB
     llm.close()

@@ -1,7 +1,7 @@
 """Random calls in random order on one context, each followed by a comparison with what must hold.
 
 Each sequence has a twin in the reference, which is masked by the library's kept rows once these have been compared with
-the reference's own choice. One layer, f32, no flash attention: equal up to the order of sums.
+the reference's own selection. One layer, f32, no flash attention: equal up to the order of sums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ seeds = st.integers(0, 2**20)
 
 @dataclass
 class Store:
-    """What is parked: the sequence as it was before its eviction."""
+    """The host copy: the sequence as it was before its eviction."""
 
     reference: Reference
     n: int  # rows that take memory
@@ -57,7 +57,7 @@ class Twin:
     # rows whose queries were captured, by slot; None: an abort left it open which
     captured: dict[int, int] | None = field(default_factory=dict)
     parked: Store | None = None  # shared by copies
-    n_parked: int = 0  # rows that may come back: those of a draft that were removed do not
+    n_parked: int = 0  # rows that can be restored: removed draft rows cannot
 
     @property
     def n(self) -> int:
@@ -216,7 +216,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seq=seqs, n=st.sampled_from([1, 1, 40, 250]), seed=seeds, nth=st.sampled_from([1, 1, 2, 3]))
     def no_memory(self, seq: int, n: int, seed: int, nth: int) -> None:
-        """A decode in which one allocation fails: of what is parked, of smaller buffers, or of more cells."""
+        """A decode in which one allocation fails: of the host copy, of smaller buffers, or of more cells."""
         twin = self.twins[seq]
         n = min(n, N_ROWS - twin.n)
         if n < 1:
@@ -239,7 +239,7 @@ class Machine(RuleBasedStateMachine):
         assert nmse(got, twin.reference.step(tokens)) <= 1e-9
         twin.rows += [next(self.ids) for _ in tokens]
 
-    # what was parked comes back
+    # restores
 
     @rule(data=st.data(), n=st.one_of(st.integers(0, 310), st.just(1000)), no_memory=st.sampled_from([0, 0, 1, 1, 2]))
     def restore_some(self, data: st.DataObject, n: int, no_memory: int) -> None:
@@ -427,7 +427,7 @@ class Machine(RuleBasedStateMachine):
     def load_half_a_sequence(self, seq: int, length: float) -> None:
         state = self.saved["sequence"][0]
         assert self.context.seq_state_load(state[: int(len(state) * length)], seq) == 0
-        # what is left of the sequence is not promised, but it can be removed and nothing else was touched
+        # the sequence may hold anything now, but it can be removed and nothing else was touched
         assert self.context.seq_rm(seq, -1, -1)
         self.forget(seq)
 

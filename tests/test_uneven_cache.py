@@ -1,7 +1,7 @@
 """A cache whose heads keep unlike numbers of rows: sequences side by side, cells that are used again, copies.
 
 The cells of an evicted sequence are shared by its heads, and a bias hides those that a head does not use. These
-tests verify that the bias follows its sequence, and that nothing of it is left for the next one.
+tests verify that the bias follows its sequence, and that the next one finds nothing of it.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ POISON = [
 def test_padding_may_hold_anything(
     zoo: Zoo, new_context: ContextFactory, s: Settings, cache: tuple[bool, str, str], pattern: int
 ) -> None:
-    """Cells that a head does not use are filled with NaN, or with a large value, by way of a saved state.
+    """Cells that a head does not use are filled with NaN, or with a large value, in a saved state.
 
     NaN where flash attention skips masked cells, a large finite value where stock llama.cpp multiplies them by zero,
     as in test_poison.py.

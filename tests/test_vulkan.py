@@ -49,7 +49,7 @@ class OnDevice:
 
     def __getitem__(self, name: str) -> driver.NativeModel:
         if name not in self.models:
-            path = self.zoo[name].path  # which loads it on the CPU, too
+            path = self.zoo[name].path  # which also loads it on the CPU
             with driver.captured_log() as log:
                 self.models[name] = driver.NativeModel(path, n_gpu_layers=99)
             offloaded = re.search(r"offloaded (\d+)/(\d+) layers to GPU", "".join(log))
@@ -72,7 +72,7 @@ def new_context(on_device: OnDevice) -> Iterator[ContextFactory]:
     made: list[driver.Context] = []
 
     def make(model: str, **settings: Any) -> driver.Context:
-        native = on_device[model]  # captures what is logged, too
+        native = on_device[model]  # also captures what is logged
         with driver.captured_log() as log:
             made.append(driver.Context(native, **settings))
         # proof of action: no part of the cache is in host memory
@@ -152,7 +152,7 @@ def test_kept_sets_equal_the_cpus(
 def test_a_restored_cache_is_the_full_one(
     new_context: ContextFactory, cache: tuple[bool, str, str], elastic: bool
 ) -> None:
-    """Rows leave the device, come back, and are what they were."""
+    """Rows that left the device are restored bit for bit."""
     settings = {"flash_attn": cache[0], "type_k": cache[1], "type_v": cache[2], "elastic": elastic}
     tokens, question = tokens_of(170, 3), tokens_of(12, 4)
     context = new_context("g2", **settings, dge={"budget": 40, "draft_tokens": 2, "park": "ram"})
@@ -180,7 +180,7 @@ def test_recall_equals_the_masked_cache(
 
 
 def test_h2o_sums_on_the_device(zoo: Zoo, new_context: ContextFactory) -> None:
-    """Column sums of the whole prompt, accumulated over micro-batches, choose the CPU's rows."""
+    """Column sums of the whole prompt, accumulated over micro-batches, select the CPU's rows."""
     dge = {"budget": 40, "policy": "h2o", "scores": "policy", "draft_tokens": 1}
     tokens = tokens_of(180, 5)
     cpu = driver.Context(zoo["g3"].native, n_ubatch=32, dge=dge)

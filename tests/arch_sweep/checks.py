@@ -67,7 +67,7 @@ class Case:
 
 
 def require(condition: bool, what: str) -> None:
-    """Raise CheckError, which, unlike assert, is there under python -O, too."""
+    """Raise CheckError, which python -O does not remove as it does assert."""
     if not condition:
         raise CheckError(what)
 
@@ -194,7 +194,7 @@ def check_scores(case: Case) -> dict[str, Any]:
 
 
 def sequences_run(context: Context, tokens: tuple[list[int], list[int]], evict: bool) -> tuple[Logits, Logits]:
-    """Two sequences of one context, of which the first may be evicted; logits of either after the draft."""
+    """Two sequences of one context, the first evicted on request; logits of both after the draft."""
     context.decode(tokens[1][:N_PROMPT], seq=1, every=False)
     context.decode(tokens[0][:N_PROMPT], seq=0, every=False)
     if evict:

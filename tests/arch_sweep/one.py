@@ -22,7 +22,7 @@ def tell(**what: Any) -> None:
 
 
 def facts(case: Case) -> tuple[str, dict[str, Any]]:
-    """Reason of a refusal, or an empty one and what the table tells of the model."""
+    """Return the reason of a refusal; else an empty one and the model's columns of the table."""
     with case.context() as context:
         status, reason = context.supported()
         if status != driver.OK:

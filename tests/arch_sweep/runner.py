@@ -50,7 +50,7 @@ def describe_end(returncode: int, stderr: str) -> str:
 
 
 def row_of(model: str, events: Sequence[dict[str, Any]], died: str = "") -> Row:
-    """Make a row of what `arch_sweep.one` wrote; `died` tells why it wrote no more."""
+    """Make a row of what `arch_sweep.one` wrote; `died` is why it stopped."""
     done = [event for event in events if "done" in event]
     refused = [event["detail"] for event in done if event["result"] == REFUSED]
     if refused and not died:
@@ -92,7 +92,7 @@ def check_model(path: Path, timeout: float = TIMEOUT_S) -> Row:
         output, died = error.stdout or b"", f"no end after {timeout:.0f} s"
     events = []
     for line in output.decode("utf-8", "replace").splitlines():
-        # the last line of a process that was killed may be half a line, and libraries print, too
+        # the last line of a process that was killed may be half a line, and libraries print as well
         try:
             event = json.loads(line)
         except ValueError:

@@ -30,7 +30,7 @@ f16 cache, with flash attention off and, where the model allows it, on:
 - **sequences**: two sequences in one stream and in two; an eviction of the first leaves the logits of the second
   bit-identical, and is the same eviction as without the second.
 
-Random weights tell whether an eviction is exact. They tell nothing about answers.
+With random weights this shows whether an eviction is exact, not how good answers are.
 """
 
 

@@ -170,7 +170,7 @@ def kept_uneven(reference: Reference, n_prompt: int, s: Settings) -> list[list[P
 def kept_gaps(reference: Reference, kept: Kept, n_prompt: int, s: Settings) -> npt.NDArray[np.float64]:
     """disagreement() of every layer and head, given as many rows as it kept: whether these are the best ones.
 
-    inf, too, where window or rows after the prompt are not complete.
+    Also inf where window or rows after the prompt are not complete.
     """
     gaps = []
     rest = list(range(n_prompt - s.window, reference.n_tokens))

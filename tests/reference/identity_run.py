@@ -3,7 +3,7 @@
     python identity_run.py stock|off|idle MODEL FLASH_ATTN TYPE_K TYPE_V OUT.npz
 
 stock: plain llama_cpp, whatever library that finds. off: llama_dge with eviction off. idle: llama_dge with eviction on
-and a budget that no prompt exceeds. The interpreter needs llama-cpp-python and NumPy; for all but stock llama_dge, too.
+and a budget that no prompt exceeds. The interpreter needs llama-cpp-python and NumPy; for all but stock also llama_dge.
 """
 
 from __future__ import annotations

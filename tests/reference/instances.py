@@ -99,6 +99,3 @@ def assert_evicted(llm: Any, n_prompt: int, n_tokens: int, dge: dict[str, Any] =
     for layer in llm.dge_layers:
         for head in range(2):
             assert len(llm.dge_kept(layer, head)) == stats.rows_after
-
-
-CUT, assert_cut = DGE, assert_evicted  # until all tests use the new names

@@ -1,4 +1,4 @@
-"""Sessions that are evicted, parked and restored, and the same tokens in a session that was never evicted."""
+"""Sessions that are evicted and restored from the host copy, and the same tokens in one that was never evicted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .forward import nmse
 from .scenario import as_lists, decode_each, prefill_and_arm, tokens_of
 
 N_PROMPT, N_DRAFT = 131, 2
-N_BEFORE = N_PROMPT + N_DRAFT  # rows that are parked
+N_BEFORE = N_PROMPT + N_DRAFT  # entries of the host copy
 FIRST = tokens_of(N_BEFORE + 9, 0)
 QUESTION = tokens_of(57, 1)
 ANSWER = tokens_of(14, 2)

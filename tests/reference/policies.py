@@ -78,7 +78,7 @@ def draft_score(q: Float, k: Float, n_prompt: int, window: int, n_draft: int) ->
 
 
 def past_scores(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
-    """The scores by which SnapKV's rows are chosen, for one layer."""
+    """The scores by which SnapKV selects rows, for one layer."""
     if s.scores == "policy":
         return pool(snapkv_score(q, k, n_prompt, s.window), s.pooling, s.kernel_size)
     draft = draft_score(q, k, n_prompt, s.window, s.draft_tokens)
@@ -125,7 +125,7 @@ def kept_by(reference: Reference, n_prompt: int, s: Settings) -> list[list[Posit
 
 
 def disagreement(scores: npt.NDArray[np.float64], kept: npt.ArrayLike, count: int) -> float:
-    """How wrong a choice of past rows is, for one head.
+    """How wrong a selection of past rows is, for one head.
 
     Parameters
     ----------
@@ -137,8 +137,8 @@ def disagreement(scores: npt.NDArray[np.float64], kept: npt.ArrayLike, count: in
     Returns
     -------
     float
-        0 for the reference's own choice. Otherwise the largest relative difference between the scores of a row that
-        was left out and one that was kept in its place: small where almost equal rows changed places. inf for a wrong
+        0 for the reference's own selection. Otherwise the largest relative difference between the scores of a row that
+        was evicted and one that was kept instead: small where almost equal rows are exchanged. inf for a wrong
         number of rows, and where of exactly equal scores an earlier position was kept instead of a later one.
     """
     chosen = np.asarray(kept, dtype=np.int64)

@@ -53,6 +53,3 @@ def evict_after(context: Context, tokens: list[int], n_prompt: int, n_draft: int
     assert info["n_rows_before"] == n_prompt + n_draft
     assert info["n_rows_after"] == info["budget"] + n_draft < info["n_rows_before"]
     return logits
-
-
-cut_after = evict_after  # until all tests use the new name
