@@ -20,7 +20,7 @@ def patch_llama_cpp() -> Callable[[], None]:
     """Let ``llama_cpp.Llama`` be `llama_dge.Llama`, for libraries that build it themselves.
 
     Call it before such a library is imported: one that took the stock class by ``from llama_cpp import Llama`` keeps
-    it, and that class ignores ``dge=...`` without a word. Calling it again changes nothing.
+    it, and that class ignores ``dge=...`` silently. Calling it again changes nothing.
 
     Returns
     -------
