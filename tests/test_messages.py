@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -132,6 +134,22 @@ def test_settings_in_force_are_logged_once_if_verbose(
     caplog.clear()
     greedy(new_llm(DGEConfig.preset("paper", budget=64)), PROMPT, 20)
     assert not [record for record in caplog.records if record.levelno == logging.INFO]
+
+
+@pytest.mark.parametrize("old, new", [("n_cuts", "n_evictions"), ("n_refresh", "n_recalls")])
+def test_old_names_of_statistics_give_the_new_one(new_llm: Instances, old: str, new: str) -> None:
+    llm = new_llm(DGE)
+    greedy(llm, PROMPT, 10)
+    with pytest.raises(AttributeError, match=f"no attribute '{old}'; it is called {new}"):
+        getattr(llm.dge_stats, old)
+    assert pickle.loads(pickle.dumps(llm.dge_stats)) == llm.dge_stats
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_call_without_a_path_is_one_error() -> None:
+    with pytest.raises(TypeError, match="model_path"):
+        Llama()  # type: ignore[call-arg]
+    gc.collect()
 
 
 def test_a_warning_names_the_line_of_the_user(new_llm: Instances) -> None:

@@ -239,7 +239,8 @@ class Llama(llama_cpp.Llama):
 
     def close(self) -> None:
         """Free the model. Every other method and property raises RuntimeError afterwards."""
-        super().close()
+        if "_stack" in self.__dict__:  # else the constructor was called with the wrong parameters
+            super().close()
         self._closed = True
         model = getattr(self, "_model", None)
         if model is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 _RENAMED = {"n_cuts": "n_evictions", "n_refresh": "n_recalls", "seconds_refresh": "seconds_recall"}
 
@@ -99,9 +99,11 @@ class DGEStats:
         """Seconds that the whole eviction took."""
         return self.seconds_score + self.seconds_select + self.seconds_compact
 
-    def __getattr__(self, name: str) -> Any:
-        hint = f"; it is called {_RENAMED[name]}" if name in _RENAMED else ""
-        raise AttributeError(f"DGEStats has no attribute {name!r}{hint}")
+    if not TYPE_CHECKING:  # which would take every attribute for one that exists
+
+        def __getattr__(self, name: str) -> None:
+            hint = f"; it is called {_RENAMED[name]}" if name in _RENAMED else ""
+            raise AttributeError(f"DGEStats has no attribute {name!r}{hint}")
 
 
 @dataclass(frozen=True)
