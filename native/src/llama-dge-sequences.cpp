@@ -133,7 +133,8 @@ void llama_dge::kept_only(llama_seq_id seq_id) {
 //
 
 bool llama_dge::may_cp(llama_seq_id src, llama_seq_id dst, llama_pos p0, llama_pos p1) const {
-    if (src == dst) {
+    // llama.cpp itself stops at an id that is out of range
+    if (src == dst || !holds(src) || !holds(dst)) {
         return true;
     }
 
@@ -197,7 +198,7 @@ void llama_dge::copied(llama_seq_id src, llama_seq_id dst) {
 }
 
 bool llama_dge::may_shift(llama_seq_id seq_id) const {
-    if (seqs[seq_id].allows(LLAMA_DGE_EVENT_SHIFT) != LLAMA_DGE_OK) {
+    if (holds(seq_id) && seqs[seq_id].allows(LLAMA_DGE_EVENT_SHIFT) != LLAMA_DGE_OK) {
         LLAMA_LOG_ERROR("%s: seq %d was evicted, its positions cannot be shifted\n", __func__, seq_id);
         return false;
     }
@@ -234,7 +235,12 @@ void llama_dge::not_loaded(llama_seq_id seq_id) {
 }
 
 void llama_dge::share() {
-    if (elastic.set_off() != LLAMA_DGE_OK) {
+    const int32_t status = elastic.set_off();
+
+    if (status == LLAMA_DGE_ERR_LOST) {
+        lose(-1);
+    }
+    if (status != LLAMA_DGE_OK) {
         throw std::runtime_error("the cache that is to be shared could not grow to its full size");
     }
 

@@ -84,15 +84,13 @@ int32_t llama_dge::disable() {
 bool llama_dge::is_due(llama_seq_id seq_id) const {
     const auto & seq = seqs[seq_id];
 
-    const int32_t n_rows = kv.pos_max(seq_id) + 1;
-
     if (seq.phase() == LLAMA_DGE_PHASE_ARMED) {
-        return seq.force || n_rows >= settings.due_rows(seq.n_prompt);
+        return seq.force || kv.pos_max(seq_id) + 1 >= settings.due_rows(seq.n_prompt);
     }
 
     // a file, of settings of before, is not selected from
-    return active && seq.is_evicted() && settings.recalls() && seq.store && !seq.store->on_disk() &&
-           n_rows >= seq.n_selected + settings.recall_step();
+    return seq.is_evicted() && settings.recalls() && seq.store && !seq.store->on_disk() &&
+           kv.pos_max(seq_id) + 1 >= seq.n_selected + settings.recall_step();
 }
 
 bool llama_dge::is_due() const {

@@ -89,7 +89,9 @@ struct llama_dge {
     bool any(llama_dge_phase phase) const;
     bool any_evicted() const;
 
+    // may the sequence be evicted? may the cache hold it?
     bool knows(llama_seq_id seq_id) const { return seq_id >= 0 && (uint32_t) seq_id < kv.n_seq(); }
+    bool holds(llama_seq_id seq_id) const { return seq_id >= 0 && (size_t) seq_id < seqs.size(); }
 
     //
     // graphs
