@@ -15,6 +15,8 @@ pytest.importorskip("openai")
 
 from starlette.testclient import TestClient
 
+from llama_dge import DGEConfig
+from llama_dge.cli.estimate import estimate
 from llama_dge.server.context import DecodeError, ManyContext
 from llama_dge.server.engine import Engine
 from llama_dge.server.errors import APIError, Gone
@@ -134,13 +136,19 @@ def test_more_tokens_than_a_conversation_may_have(many: TestClient) -> None:
 
 
 def test_memory_of_evicted_conversations(path: Path) -> None:
-    """It is that of what is kept, three times, and no more cells than one conversation at a time needs on top."""
+    """It is that of `llama-dge estimate`: of what is kept, so many times, and not of the contexts."""
+    n_prompt = 1200
+    cache = {"flash_attn": False, "type_k": 0, "type_v": 0}
+    wanted = estimate(path, DGEConfig(**DGE), n_ctx=2048, n_prompt=n_prompt, parallel=PARALLEL, cache=cache)
     with serving(path, parallel=PARALLEL, **EXACT) as client:
         for i in range(PARALLEL):
-            ask(client, prompt=str(i) * 1200, max_tokens=5)
+            ask(client, prompt=str(i) * (n_prompt - 1), max_tokens=5)
         metrics = metrics_of(client.get("/metrics").text)
-    per_cell = metrics["llama_dge_kv_max_bytes"] / (2048 * PARALLEL)
-    assert metrics["llama_dge_kv_bytes"] <= per_cell * 512 and metrics["llama_dge_evictions_total"] == PARALLEL
+    assert metrics["llama_dge_evictions_total"] == PARALLEL
+    assert metrics["llama_dge_kv_max_bytes"] == wanted.kv_full > 7 * wanted.kv_after
+    assert 0.3 * wanted.kv_after < metrics["llama_dge_kv_bytes"] <= wanted.kv_after
+    assert metrics["llama_dge_parked_bytes"] == pytest.approx(wanted.parked, rel=0.05)
+    assert metrics["llama_dge_compute_bytes"] < 1.5 * wanted.compute_after
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ class Estimate:
         The host copy.
     parked_in
         "ram", "disk" or "off".
+    parallel
+        Conversations at once, which share the cache: all numbers of bytes are of all of them.
     """
 
     n_ctx: int
@@ -80,11 +82,13 @@ class Estimate:
     dge: int
     parked: int
     parked_in: str
+    parallel: int = 1
 
     @property
     def total_peak(self) -> int:
-        """Bytes while the prompt is evaluated; there is no host copy then."""
-        return self.weights + self.kv_peak + self.other + self.compute_peak + self.dge
+        """Bytes while a prompt is evaluated; of that one there is no host copy then."""
+        others = self.parked * (self.parallel - 1) // self.parallel if self.parked_in == "ram" else 0
+        return self.weights + self.kv_peak + self.other + self.compute_peak + self.dge + others
 
     @property
     def total_after(self) -> int:
@@ -145,6 +149,7 @@ def estimate(
     n_prompt: int | None = None,
     n_batch: int = 512,
     n_ubatch: int = 512,
+    parallel: int = 1,
     cache: dict[str, Any],
 ) -> Estimate:
     """Predict the memory of a model and of a prompt.
@@ -159,6 +164,9 @@ def estimate(
         As for `Llama`; `n_ctx` 0 is what the model was trained for.
     n_prompt
         Tokens of the prompt; None leaves 256 for the answer.
+    parallel
+        Conversations that a server answers at once: each has such a prompt. One is evaluated while the others are
+        evicted, which is the peak.
     cache
         "flash_attn", "type_k" and "type_v", as for `Llama`.
 
@@ -177,32 +185,35 @@ def estimate(
         with simulated.context(n_ctx, cache) as ctx:
             memory = _native.memory(ctx)
             found = _prompt(ctx, config, n_prompt)
-        compute_peak = simulated.compute(n_ctx, found.n_cells, cache)
-        compute_after = simulated.compute(n_ctx, found.n_cells_after, cache)
+        others = parallel - 1
+        n_cells, n_cells_after = found.n_cells + others * found.n_cells_after, parallel * found.n_cells_after
+        compute_peak = simulated.compute(n_ctx, n_cells, cache)
+        compute_after = simulated.compute(n_ctx, n_cells_after, cache)
         if cache["flash_attn"]:
             compute_peak += found.compute
             if found.at_most:  # flash attention cannot take a mask per head
                 plain = {"flash_attn": False, "type_k": 1, "type_v": 1}
-                compute_after = max(compute_after, simulated.compute(n_ctx, found.n_cells_after, plain))
+                compute_after = max(compute_after, simulated.compute(n_ctx, n_cells_after, plain))
     finally:
         simulated.close()
     return Estimate(
-        n_ctx=memory.n_cells,
+        n_ctx=memory.n_cells * parallel,
         n_prompt=n_prompt,
         rows=found.n_rows,
         rows_after=found.n_rows_after,
         at_most=found.at_most,
         reason=found.reason,
         weights=memory.weights,
-        kv_full=memory.kv,
-        kv_peak=found.kv,
-        kv_after=found.kv_after,
-        other=memory.other,
+        kv_full=memory.kv * parallel,
+        kv_peak=found.kv + others * found.kv_after,
+        kv_after=parallel * found.kv_after,
+        other=memory.other * parallel,
         compute_peak=compute_peak,
         compute_after=compute_after,
-        dge=found.dge,
-        parked=found.parked,
+        dge=found.dge * parallel,
+        parked=found.parked * parallel,
         parked_in=config.parks if config is not None and found.reason is None else "off",
+        parallel=parallel,
     )
 
 
@@ -252,6 +263,9 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
             metavar="N",
             help=f"tokens of {text} (512)",
         )
+    parser.add_argument(
+        "-np", "--parallel", type=at_least(1), default=1, metavar="N", help="conversations at once, as of serve (1)"
+    )
     add_cache_options(parser)
     add_full(parser)
     parser.add_argument("--json", action="store_true", help="bytes, for programs")
@@ -270,6 +284,7 @@ def _estimate(args: argparse.Namespace) -> int:
         n_prompt=args.n_prompt,
         n_batch=args.n_batch,
         n_ubatch=args.n_ubatch,
+        parallel=args.parallel,
         cache=cache_settings(args),
     )
     if args.json:
@@ -283,7 +298,7 @@ def _estimate(args: argparse.Namespace) -> int:
 
 def _table(e: Estimate) -> Iterator[tuple[str, str]]:
     most = "at most " if e.at_most else ""
-    yield "prompt", f"{e.n_prompt:,} tokens"
+    yield "prompt", f"{e.n_prompt:,} tokens" + (f", {e.parallel} conversations at once" if e.parallel > 1 else "")
     if e.reason is None:
         yield "entries", f"{e.rows:,} -> {most}{e.rows_after:,} per layer and KV head"
     else:
