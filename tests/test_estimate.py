@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from llama_dge.config import POLICIES
 from reference import driver
 from reference.scenario import prefill_and_arm, tokens_of
 
@@ -21,8 +22,7 @@ CASES: list[dict[str, Any]] = [
     {"draft_tokens": 1},
     {"budget_share": 0.3},
     {"scores": "both", "window": 32, "park": "ram"},
-    {"policy": "streamingllm", "sinks": 9},
-    {"policy": "pyramidkv"},
+    *({"policy": policy, "sinks": 9} for policy in POLICIES),
     {"policy": "pyramidkv", "layer_budgets": "reference"},
     {"policy": "pyramidkv", "head_budgets": "adaptive", "park": "ram"},
     {"policy": "h2o", "scores": "policy", "park": "ram"},

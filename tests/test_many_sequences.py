@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from llama_dge.config import POLICIES
 from reference import driver
 from reference.driver import Context
 from reference.forward import nmse
@@ -41,7 +42,7 @@ def together(context: Context, step: int, seqs: list[int]) -> dict[int, driver.L
     return dict(zip(seqs, context.decode_batch(rows)))
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "pyramidkv", "streamingllm"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("elastic", [False, True])
 def test_eight_sequences(new_context: ContextFactory, policy: str, elastic: bool) -> None:
     """Prefill, eviction and decoding of eight sequences in a cache that could not hold half of them full."""

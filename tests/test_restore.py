@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from llama_dge.config import POLICIES
 from reference import driver
 from reference.covering import covering_set
 from reference.parked import (
@@ -42,7 +43,7 @@ FACTORS: dict[str, list[Any]] = {
     "model": ["g1", "g2", "g3", "g8", "deep"],
     "types": [("f16", "f16"), ("f32", "f32"), ("q8_0", "f16"), ("q8_0", "q8_0"), ("q4_0", "q4_0"), ("f16", "q8_0")],
     "flash_attn": [False, True],
-    "policy": ["snapkv", "streamingllm", "pyramidkv", "h2o"],
+    "policy": list(POLICIES),
     "scores": ["draft", "policy", "both"],
     "head_budgets": ["uniform", "adaptive"],
     "park": ["ram", "disk"],

@@ -15,8 +15,9 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 from reference.instances import Instances, set_abort
 from reference.models import token_of
 
-# a saved state has no host copy, of which a warning speaks where entries are recalled
-pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:llama_dge. recall=.*no host copy")
+pytestmark = pytest.mark.filterwarnings(
+    "error::RuntimeWarning", "ignore:.*a saved state has no host copy:RuntimeWarning"
+)
 
 BUDGET, DRAFT = 32, 3
 N_CTX, LONGEST = 512, 200

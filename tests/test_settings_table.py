@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from llama_dge import DGEConfig
+from llama_dge.config import POLICIES
 from reference import driver
 
 MOST = 2**24  # of any number of entries or tokens
@@ -46,7 +47,7 @@ class Bad:
 # values of each setting, as Python spells them. The two differ on purpose, and not here, in: a share of 0.0 and
 # park_limit=0, which are "not set" in C; recall=-1, which is "auto" in C; types and numbers beyond an int32
 VALUES: dict[str, list[Any]] = {
-    "policy": ["snapkv", "pyramidkv", "h2o", "streamingllm", OWN, Bad("SnapKV"), Bad("")],
+    "policy": [*POLICIES, OWN, Bad("SnapKV"), Bad("")],
     "scores": ["auto", "draft", "policy", "both", Bad("all", 4), Bad("last", -1)],
     "pooling": ["none", "max", "avg", Bad("min", 3), Bad("mean", -1)],
     "kernel_size": [1, 7, MOST - 1, Bad(MOST), Bad(4), Bad(0), Bad(-3)],

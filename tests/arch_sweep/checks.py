@@ -6,7 +6,6 @@ compared, so a fault that both share is not seen; what the eviction itself does 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,10 +84,7 @@ def steps(context: Context, tokens: list[int], seq: int = 0) -> Logits:
 
 def debug_seq_rm(context: Context, seq: int, p0: int, p1: int) -> bool:
     """Remove rows from the part of the memory that can be evicted, with llama.cpp's own code."""
-    function = driver.dge_library().llama_dge_debug_seq_rm
-    function.restype = ctypes.c_bool
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
-    return bool(function(context.handle, seq, p0, p1))
+    return context.debug_seq_rm(seq, p0, p1)
 
 
 def evicted_run(context: Context, tokens: list[int]) -> Logits:
