@@ -12,7 +12,7 @@ from ._common import Answer, CLIError, Progress, answer, load, mebibytes, model_
 from ._options import add_dge_options, add_model, add_threads, add_verbose, dge_config, given_dge_options
 
 MODEL = "smollm2-135m"
-DEFAULT = DGEConfig(budget=256, draft_tokens=4)
+DEFAULT = DGEConfig.preset("default", budget=256, draft_tokens=4)
 N_CTX = 4096
 MAX_TOKENS = 24
 
