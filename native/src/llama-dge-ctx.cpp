@@ -54,9 +54,6 @@ const char * llama_dge_ctx::unsupported(const llama_context & lctx) {
     if (hp.f_max_alibi_bias > 0.0f) {
         return "the model uses ALiBi: its bias needs the true distance to every entry";
     }
-    if (hp.n_pos_per_embd() > 1) {
-        return "the model uses M-RoPE positions";
-    }
     if (hp.ple_n_heads > 0) {
         return "the model embeds n-grams of past tokens, which it looks up in the cache";
     }

@@ -47,8 +47,13 @@ int32_t llama_dge_kv::map_rows(llama_seq_id seq_id, std::vector<uint32_t> & res)
         }
 
         auto & cell = res[cs.pos_get(i)];
-        n_found += cell == LLAMA_DGE_NO_CELL;
+        // tokens of an image share a position
+        if (cell != LLAMA_DGE_NO_CELL) {
+            return LLAMA_DGE_ERR_SEQ;
+        }
+
         cell = i;
+        n_found++;
     }
 
     return n_found == n ? LLAMA_DGE_OK : LLAMA_DGE_ERR_SEQ;
