@@ -17,7 +17,6 @@ from reference import driver
 from reference.bounds import nmse_bounds
 from reference.budgets import (
     OWN,
-    adaptive_caps,
     all_scores,
     caps_of,
     choose,
@@ -96,25 +95,6 @@ def row_bytes(type_name: str, head_size: int) -> int:
 
 def test_every_policy_of_the_library_has_a_reference() -> None:
     assert {policy for policy, _ in RULES} == set(OWN) == set(POLICIES)
-
-
-def test_published_pyramids() -> None:
-    """B = 32, w = 8 in the official code: 47 rows and one less per layer."""
-    for n_layer, last in ((28, 20), (32, 16)):
-        caps = pyramid_caps(n_layer, 7500, 7492, 24, "reference")
-        assert caps == list(range(47, last - 1, -1))
-        exact = pyramid_caps(n_layer, 7500, 7492, 24, "exact")
-        assert sum(exact) == 24 * n_layer < sum(caps) and exact == sorted(exact, reverse=True)
-        assert (exact[0], exact[-1]) == (47, 1)
-
-
-def test_adaptive_totals() -> None:
-    for scores in (np.ones((3, 20)), np.array([[1e30] * 20, [0.0] * 20, [-np.inf] * 20]), np.full((3, 20), np.nan)):
-        for n_cap in range(21):
-            caps = adaptive_caps(scores, n_cap)
-            assert sum(caps) == 3 * n_cap and min(caps) >= 0 and max(caps) <= 20
-    # all of the 8 best in the first head: round(0.8 * 8) + 0 rows, then one more for it and one for the next
-    assert adaptive_caps(np.array([[9.0] * 10, [0.0] * 10]), 4) == [7, 1]
 
 
 # kept sets

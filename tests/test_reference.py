@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from reference.bounds import nmse_bounds
+from reference.budgets import adaptive_caps, pyramid_caps
 from reference.forward import Reference, nmse
 from reference.models import N_VOCAB
 from reference.policies import disagreement, pool, top_positions
@@ -105,3 +106,22 @@ def test_disagreement_tells_rounding_from_error() -> None:
     assert disagreement(scores, [0, 3, 4], 3) == pytest.approx(1e-7 / 0.3, rel=1e-3)
     assert disagreement(scores, [0, 1, 3], 3) > 0.5
     assert disagreement(scores, [0, 3], 3) == float("inf")
+
+
+def test_published_pyramids() -> None:
+    """B = 32, w = 8 in the official code: 47 rows and one less per layer."""
+    for n_layer, last in ((28, 20), (32, 16)):
+        caps = pyramid_caps(n_layer, 7500, 7492, 24, "reference")
+        assert caps == list(range(47, last - 1, -1))
+        exact = pyramid_caps(n_layer, 7500, 7492, 24, "exact")
+        assert sum(exact) == 24 * n_layer < sum(caps) and exact == sorted(exact, reverse=True)
+        assert (exact[0], exact[-1]) == (47, 1)
+
+
+def test_adaptive_totals() -> None:
+    for scores in (np.ones((3, 20)), np.array([[1e30] * 20, [0.0] * 20, [-np.inf] * 20]), np.full((3, 20), np.nan)):
+        for n_cap in range(21):
+            caps = adaptive_caps(scores, n_cap)
+            assert sum(caps) == 3 * n_cap and min(caps) >= 0 and max(caps) <= 20
+    # all of the 8 best in the first head: round(0.8 * 8) + 0 rows, then one more for it and one for the next
+    assert adaptive_caps(np.array([[9.0] * 10, [0.0] * 10]), 4) == [7, 1]
