@@ -1,7 +1,7 @@
 """``python -m bench.versions --package DIR --library DIR``: this tree beside another version of it, in paired turns.
 
-Each turn is a process of its own, so both versions start alike. Versions take turns in an order that changes; a ratio is
-that of one round. One thread and CPU time, which other work on the machine disturbs less than seconds.
+Each turn is a process of its own, so both versions start alike. Versions take turns in an order that changes; a ratio
+is that of one round. One thread and CPU time, which other work on the machine disturbs less than seconds.
 """
 
 # ruff: noqa: T201
