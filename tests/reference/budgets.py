@@ -25,6 +25,7 @@ from .policies import (
     snapkv_score,
     top_positions,
 )
+from .softmax import PLAIN, Softmax
 
 Caps = list[list[int]]  # [layer][head]
 Kept = Sequence[Sequence[npt.ArrayLike]]
@@ -81,29 +82,29 @@ def adaptive_caps(scores: npt.NDArray[np.float64], n_cap: int) -> list[int]:
     return caps
 
 
-def h2o_sums(q: Float, k: Float, n_rows: int) -> Float:
+def h2o_sums(q: Float, k: Float, n_rows: int, softmax: Softmax = PLAIN) -> Float:
     """Attention that each row gets from all rows [0, n_rows), mean over the group: [n_head_kv, n_rows]."""
-    return group_mean(attention(q, k, 0, n_rows).sum(axis=1), k.shape[1])
+    return group_mean(attention(q, k, 0, n_rows, softmax).sum(axis=1), k.shape[1])
 
 
-def snapkv_own(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
+def snapkv_own(q: Float, k: Float, n_prompt: int, s: Settings, softmax: Softmax = PLAIN) -> Float:
     """SnapKV's and PyramidKV's own score, pooled."""
-    return pool(snapkv_score(q, k, n_prompt, s.window), s.pooling, s.kernel_size)
+    return pool(snapkv_score(q, k, n_prompt, s.window, softmax), s.pooling, s.kernel_size)
 
 
-def h2o_own(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
+def h2o_own(q: Float, k: Float, n_prompt: int, s: Settings, softmax: Softmax = PLAIN) -> Float:
     """H2O's own score, never pooled."""
-    return h2o_sums(q, k, n_prompt + s.draft_tokens - 1)[:, : n_prompt - s.window]
+    return h2o_sums(q, k, n_prompt + s.draft_tokens - 1, softmax)[:, : n_prompt - s.window]
 
 
-def tova_own(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
+def tova_own(q: Float, k: Float, n_prompt: int, s: Settings, softmax: Softmax = PLAIN) -> Float:
     """Attention of the last prompt token, mean over all heads of the layer, the same for each KV head."""
-    last = attention(q, k, n_prompt - 1, n_prompt)[:, 0, : n_prompt - s.window]
+    last = attention(q, k, n_prompt - 1, n_prompt, softmax)[:, 0, : n_prompt - s.window]
     return np.tile(last.mean(axis=0), (k.shape[1], 1))
 
 
 # the own score of every policy, [n_head_kv, n_past]; StreamingLLM has none, see choose()
-OWN: dict[str, Callable[[Float, Float, int, Settings], Float]] = {
+OWN: dict[str, Callable[[Float, Float, int, Settings, Softmax], Float]] = {
     "snapkv": snapkv_own,
     "pyramidkv": snapkv_own,
     "streamingllm": snapkv_own,
@@ -112,18 +113,21 @@ OWN: dict[str, Callable[[Float, Float, int, Settings], Float]] = {
 }
 
 
-def rank_scores(q: Float, k: Float, n_prompt: int, s: Settings) -> Float:
+def rank_scores(q: Float, k: Float, n_prompt: int, s: Settings, softmax: Softmax = PLAIN) -> Float:
     """The scores by which the past rows of one layer are ranked, [n_head_kv, n_past], for every policy."""
-    own = OWN[s.policy](q, k, n_prompt, s)
-    draft = pool(draft_score(q, k, n_prompt, s.window, s.draft_tokens), s.pooling, s.kernel_size)
+    own = OWN[s.policy](q, k, n_prompt, s, softmax)
+    draft = pool(draft_score(q, k, n_prompt, s.window, s.draft_tokens, softmax), s.pooling, s.kernel_size)
     if s.scores != "both":
         return own if s.scores == "policy" else draft
     return np.asarray(own / own.sum(axis=1, keepdims=True) + draft / draft.sum(axis=1, keepdims=True))
 
 
 def all_scores(reference: Reference, n_prompt: int, s: Settings) -> list[Float]:
-    """rank_scores() of every layer."""
-    return [rank_scores(q, k, n_prompt, s) for q, k in zip(reference.q, reference.k)]
+    """rank_scores() of every layer that is evicted."""
+    return [
+        rank_scores(reference.q[il], reference.k[il], n_prompt, s, reference.softmaxes[il])
+        for il in reference.evictable
+    ]
 
 
 def layer_caps(n_layer: int, n_prompt: int, s: Settings) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .models import TinyModel
+from .layers import feed_forward, layer_norm, linear, norm, rms_norm, rope
 from .rounding import (
     QUERY_TYPES,
     block_minima,
@@ -18,9 +18,11 @@ from .rounding import (
     round_to,
     sums_error,
 )
+from .softmax import Softmax, softmax
+from .spec import TinyModel
 
 Float = npt.NDArray[np.float64]
-Kept = Sequence[Sequence[npt.ArrayLike]]  # [n_layer][n_head_kv] -> positions
+Kept = Sequence[Sequence[npt.ArrayLike]]  # [layer that can be evicted][n_head_kv] -> positions
 
 # batches of so many rows go through another flash-attention routine on the CPU, which keeps f32 throughout
 FLASH_TILE = 64
@@ -44,6 +46,10 @@ class Reference:
     q, k, v
         Per layer, arrays [position, head, head_size] after RoPE (and after the rotation of a quantised cache); K and V
         rounded to the cache's type, Q as computed.
+    softmaxes
+        How the products of q and k become weights, per layer.
+    evictable
+        Layers that an eviction evicts: those that attend to all positions, not a window of them.
     """
 
     model: TinyModel
@@ -53,9 +59,12 @@ class Reference:
     q: list[Float] = field(init=False)
     k: list[Float] = field(init=False)
     v: list[Float] = field(init=False)
+    softmaxes: list[Softmax] = field(init=False)
+    evictable: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.model.spec
+        self.evictable = [il for il in range(spec.n_layer) if not spec.slides(il)]
         self.q = [np.zeros((0, spec.n_head, spec.head_size)) for _ in range(spec.n_layer)]
         self.k = [np.zeros((0, spec.n_head_kv, spec.head_size)) for _ in range(spec.n_layer)]
         self.v = [np.zeros((0, spec.n_head_kv, spec.head_size)) for _ in range(spec.n_layer)]
@@ -64,6 +73,8 @@ class Reference:
         self._weights = [
             {name: weight.astype(np.float64) for name, weight in layer.items()} for layer in self.model.layers
         ]
+        scale = 1.0 if spec.kind.scale_query else spec.scale
+        self.softmaxes = [Softmax(scale, spec.cap, w.get("attn_sinks")) for w in self._weights]
 
     @property
     def n_tokens(self) -> int:
@@ -78,9 +89,11 @@ class Reference:
         return twin
 
     def mask_all_but(self, kept: Kept) -> None:
-        """Hide every row that exists now, but for those given, from all later steps."""
+        """Hide every row that exists now, but for those given, from all later steps of the layers that are evicted."""
         n = self.n_tokens
-        for il, heads in enumerate(kept):
+        if len(kept) != len(self.evictable):
+            raise ValueError(f"kept sets of {len(kept)} layers, expected {len(self.evictable)}")
+        for il, heads in zip(self.evictable, kept):
             hidden = np.ones((len(heads), n), bool)
             for ih, positions in enumerate(heads):
                 hidden[ih, np.asarray(positions, dtype=np.int64)] = False
@@ -104,26 +117,47 @@ class Reference:
 
     def step(self, tokens: Sequence[int]) -> Float:
         """Evaluate tokens at the next positions; returns logits [len(tokens), n_vocab]."""
-        spec = self.model.spec
+        model, spec, kind = self.model, self.model.spec, self.model.spec.kind
         positions = np.arange(self.n_tokens, self.n_tokens + len(tokens))
-        x = self.model.embd[np.asarray(tokens)].astype(np.float64)
+        x = model.embd[np.asarray(tokens)].astype(np.float64) * spec.embd_scale
         for il, w in enumerate(self._weights):
-            h = _rms_norm(x, w["attn_norm"], spec.eps)
-            x = x + self._attention(il, h, positions) @ w["attn_output"].T
-            h = _rms_norm(x, w["ffn_norm"], spec.eps)
-            gate = h @ w["ffn_gate"].T
-            x = x + (gate / (1.0 + np.exp(-gate)) * (h @ w["ffn_up"].T)) @ w["ffn_down"].T
-        h = _rms_norm(x, self.model.output_norm.astype(np.float64), spec.eps)
-        return np.asarray(h @ self.model.output.astype(np.float64).T)
+            h = norm(x, w, "attn_norm", kind.norm, spec.eps)
+            added = linear(self._attention(il, h, positions), w, "attn_output")
+            if kind.post_norms:
+                added = norm(added, w, "post_attention_norm", kind.norm, spec.eps)
+            if kind.parallel:
+                x = x + added + feed_forward(h, w, kind.feed_forward)
+                continue
+            x = x + added * spec.residual_scale
+            added = feed_forward(norm(x, w, "ffn_norm", kind.norm, spec.eps), w, kind.feed_forward)
+            if kind.post_norms:
+                added = norm(added, w, "post_ffw_norm", kind.norm, spec.eps)
+            x = x + added * spec.residual_scale
+        last = {name: weight.astype(np.float64) for name, weight in model.last.items()}
+        logits = linear(norm(x, last, "output_norm", kind.norm, spec.eps), last, "output") / spec.logit_scale
+        return np.asarray(spec.final_cap * np.tanh(logits / spec.final_cap) if spec.final_cap else logits)
+
+    def _queries_and_keys(self, il: int, h: Float, positions: npt.NDArray[np.int64]) -> tuple[Float, Float]:
+        """Q and K of one layer, [position, head, head_size], after norms and RoPE."""
+        spec, w = self.model.spec, self._weights[il]
+        made = []
+        for name, n_head in (("attn_q", spec.n_head), ("attn_k", spec.n_head_kv)):
+            heads = linear(h, w, name).reshape(len(positions), n_head, spec.head_size)
+            if spec.kind.head_norm:
+                of_head = rms_norm if spec.kind.head_norm == "rms" else layer_norm
+                heads = of_head(heads, w[f"{name}_norm"], spec.eps)
+            made.append(rope(heads, positions, spec.rope_base_of(il), spec.rotated, spec.kind.halves))
+        if spec.kind.scale_query:
+            made[0] = made[0] * spec.query_scale
+        return made[0], made[1]
 
     def _attention(self, il: int, h: Float, positions: npt.NDArray[np.int64]) -> Float:
         spec, w = self.model.spec, self._weights[il]
         n, d, n_group = len(positions), spec.head_size, spec.n_group
         size_k, size_v = rotation_size_k(d, self.type_k), rotation_size_v(d, self.type_v)
 
-        q = _rope((h @ w["attn_q"].T).reshape(n, spec.n_head, d), positions, spec.rope_base)
-        k = _rope((h @ w["attn_k"].T).reshape(n, spec.n_head_kv, d), positions, spec.rope_base)
-        v = (h @ w["attn_v"].T).reshape(n, spec.n_head_kv, d)
+        q, k = self._queries_and_keys(il, h, positions)
+        v = linear(h, w, "attn_v").reshape(n, spec.n_head_kv, d)
         q, k, v = rotate(q, size_k), rotate(k, size_k), rotate(v, size_v)
         self.q[il] = np.concatenate([self.q[il], q])
         self.k[il] = np.concatenate([self.k[il], round_to(k, self.type_k)])
@@ -142,21 +176,25 @@ class Reference:
 
         total = keys.shape[0]
         logits = np.empty((n, spec.n_head, total))
-        hidden = self._hidden[il]
-        future = np.arange(total)[None, :] > positions[:, None]
+        hidden, weighing = self._hidden[il], self.softmaxes[il]
+        distance = positions[:, None] - np.arange(total)[None, :]
+        unseen = distance < 0
+        if spec.slides(il):
+            unseen |= distance >= spec.window
         for head in range(spec.n_head):
             kv = head // n_group
             of_head = rounded[:, head] @ keys[:, kv].T
             if has_minimum:
                 of_head += sums_error(q[:, head]) @ self._minima[il][:, kv].T
-            of_head[future] = -np.inf
+            of_head = weighing.logits(of_head, d)
+            of_head[unseen] = -np.inf
             of_head[:, : hidden.shape[1]][:, hidden[kv]] = -np.inf
-            logits[:, head] = of_head / np.sqrt(d)
+            logits[:, head] = of_head
 
         if self.flash_attn and not tiled and self.type_v in ("f16", "f32"):
-            out = _weighted_sum_f16(logits, np.repeat(values, n_group, axis=1))
+            out = _weighted_sum_f16(logits, np.repeat(values, n_group, axis=1), weighing.sinks)
         else:
-            probs = softmax(logits)
+            probs = softmax(logits, weighing.sinks)
             if not self.flash_attn:
                 # the weights are the other operand of the product with V and take the type that goes with V's
                 probs = round_to(probs, QUERY_TYPES[self.type_v])
@@ -179,7 +217,7 @@ def evaluated(
     return reference
 
 
-def _weighted_sum_f16(logits: Float, values: Float) -> Float:
+def _weighted_sum_f16(logits: Float, values: Float, sinks: Float | None) -> Float:
     """Softmax-weighted sum of f16 rows with an f16 accumulator, row by row in cache order.
 
     Parameters
@@ -188,6 +226,8 @@ def _weighted_sum_f16(logits: Float, values: Float) -> Float:
         [query, head, row], with -inf for rows that are not attended.
     values
         [row, head, head_size].
+    sinks
+        [head], logits without a value, or None.
     """
     n, n_head, _ = logits.shape
     out = np.zeros((n, n_head, values.shape[-1]))
@@ -203,13 +243,9 @@ def _weighted_sum_f16(logits: Float, values: Float) -> Float:
             out = (out * shrink[..., None]).astype(np.float16).astype(np.float64)
         out = (out + weight[..., None] * values[j]).astype(np.float16).astype(np.float64)
         norm, top = norm * shrink + weight, new_top
+    if sinks is not None:
+        norm = norm + np.exp(sinks - top)
     return np.asarray(out / norm[..., None])
-
-
-def softmax(logits: Float) -> Float:
-    """Softmax over the last axis; rows may hold -inf, but not nothing else."""
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return np.asarray(weights / weights.sum(axis=-1, keepdims=True))
 
 
 def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
@@ -220,25 +256,3 @@ def nmse(got: npt.ArrayLike, want: npt.ArrayLike) -> float:
     if not np.isfinite(a).all():
         return float("inf")
     return float((((a - b) ** 2).sum(axis=1) / (b**2).sum(axis=1)).max())
-
-
-def _rms_norm(x: Float, weight: Float, eps: float) -> Float:
-    return np.asarray(x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight)
-
-
-def _rope(x: Float, positions: npt.NDArray[np.int64], base: float) -> Float:
-    """Rotate the pairs (2i, 2i + 1) of each head; the angles are products in f32, as in the library.
-
-    Functions are taken in f64 and rounded: NumPy's own for f32 are off by several units in the last place on processors
-    with AVX-512, and a factor that is off by one turns the angles of late positions by far more.
-    """
-    d = x.shape[-1]
-    factor = np.float32(np.power(np.float64(np.float32(base)), np.float64(np.float32(-2.0 / d))))
-    factors = np.full((len(positions), d // 2), factor, dtype=np.float32)
-    factors[:, 0] = positions
-    angles = np.multiply.accumulate(factors, axis=1)[:, None].astype(np.float64)
-    cos, sin = (f(angles).astype(np.float32).astype(np.float64) for f in (np.cos, np.sin))
-    out = np.empty_like(x)
-    out[..., 0::2] = x[..., 0::2] * cos - x[..., 1::2] * sin
-    out[..., 1::2] = x[..., 0::2] * sin + x[..., 1::2] * cos
-    return out

@@ -1,4 +1,4 @@
-"""Tiny random models of the llama architecture, written as GGUF files.
+"""Tiny random models of several architectures; :mod:`reference.gguf_file` writes them as GGUF files.
 
 The weights are scaled so that attention is peaked (a few rows carry most of the weight) and so that a layer's attention
 changes the residual stream about as much as the embedding does. With near-uniform attention a wrong kept set would
@@ -8,70 +8,40 @@ hardly move the logits, and the tests could not fail.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import gguf
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float32]
+from .gguf_file import write_gguf, write_lora
+from .kinds import GEMMA2, GEMMA3, GPT_OSS, GRANITE, PHI2, QWEN2VL, QWEN3, STABLELM
+from .spec import (
+    N_EXPERT,
+    N_SPECIAL,
+    N_VOCAB,
+    TOKEN_BOS,
+    TOKEN_EOS,
+    TOKEN_SPACE,
+    Array,
+    ModelSpec,
+    TinyModel,
+    token_of,
+)
 
-N_SPECIAL = 3  # <unk>, <s>, </s>
-TOKEN_BOS = 1
-TOKEN_EOS = 2
-TOKEN_SPACE = N_SPECIAL + 256
-N_VOCAB = TOKEN_SPACE + 1
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Shape of a tiny model.
-
-    Parameters
-    ----------
-    n_head, n_head_kv
-        Query and KV heads per layer; their ratio is the group size.
-    head_size
-        Length of a head. 64 matters: a quantised cache is rotated by a Hadamard matrix only for multiples of 64.
-    sharpness
-        Standard deviation of the attention logits.
-    """
-
-    name: str
-    n_layer: int = 2
-    n_head: int = 4
-    n_head_kv: int = 2
-    head_size: int = 64
-    n_embd: int = 64
-    n_ff: int = 96
-    seed: int = 7
-    sharpness: float = 2.5
-    n_ctx_train: int = 2048
-    rope_base: float = 10000.0
-    eps: float = 1e-5
-
-    @property
-    def n_group(self) -> int:
-        return self.n_head // self.n_head_kv
-
-
-@dataclass(frozen=True)
-class TinyModel:
-    """Weights of a model; matrices have the shape [out, in]."""
-
-    spec: ModelSpec
-    embd: Array
-    output: Array
-    output_norm: Array
-    layers: list[dict[str, Array]] = field(default_factory=list)
-
-
-def token_of(char: str) -> int:
-    """The token of one ASCII character."""
-    return TOKEN_SPACE if char == " " else N_SPECIAL + ord(char)
+__all__ = [
+    "KINDS",
+    "N_SPECIAL",
+    "N_VOCAB",
+    "TOKEN_BOS",
+    "TOKEN_EOS",
+    "TOKEN_SPACE",
+    "ZOO",
+    "ModelSpec",
+    "TinyModel",
+    "make_weights",
+    "token_of",
+    "write_gguf",
+    "write_lora",
+]
 
 
 def make_weights(spec: ModelSpec) -> TinyModel:
@@ -89,6 +59,8 @@ def make_weights(spec: ModelSpec) -> TinyModel:
     n_kv = spec.n_head_kv * spec.head_size
     # q.k/sqrt(d) of vectors with entries of deviation a has deviation a^2
     gain_qk = float(np.sqrt(spec.sharpness))
+    if spec.scale is not None:
+        gain_qk /= float(np.sqrt(spec.scale * np.sqrt(spec.head_size)))
     layers = [
         {
             "attn_norm": norm(n_embd),
@@ -106,78 +78,56 @@ def make_weights(spec: ModelSpec) -> TinyModel:
     # Printable ASCII wins the argmax, so generated text decodes cleanly and no answer ends by chance.
     loud = np.full((N_VOCAB, 1), 0.05, dtype=np.float32)
     loud[[token_of(chr(c)) for c in range(0x21, 0x7F)]] = 1.0
-    return TinyModel(
-        spec=spec,
-        embd=rng.standard_normal((N_VOCAB, n_embd)).astype(np.float32),
-        output=matrix(N_VOCAB, n_embd, 2.0) * loud,
-        output_norm=norm(n_embd),
-        layers=layers,
-    )
+    embd = rng.standard_normal((N_VOCAB, n_embd)).astype(np.float32)
+    output = matrix(N_VOCAB, n_embd, 2.0) * loud
+    output_norm = norm(n_embd)
+    if spec.kind.tied:
+        embd /= np.float32(spec.embd_scale)
+        output = embd
+    biases = _as_kind(spec, layers)
+    return TinyModel(spec, embd, output, output_norm, layers, biases)
 
 
-def write_gguf(model: TinyModel, path: Path, metadata: Mapping[str, str | int] | None = None) -> Path:
-    """Write a model with a byte-level SentencePiece vocabulary, and more metadata; returns the path."""
-    spec = model.spec
-    writer: Any = gguf.GGUFWriter(str(path), "llama")
-    writer.add_name(spec.name)
-    writer.add_vocab_size(N_VOCAB)
-    writer.add_context_length(spec.n_ctx_train)
-    writer.add_embedding_length(spec.n_embd)
-    writer.add_block_count(spec.n_layer)
-    writer.add_feed_forward_length(spec.n_ff)
-    writer.add_head_count(spec.n_head)
-    writer.add_head_count_kv(spec.n_head_kv)
-    writer.add_key_length(spec.head_size)
-    writer.add_value_length(spec.head_size)
-    writer.add_rope_dimension_count(spec.head_size)
-    writer.add_rope_freq_base(spec.rope_base)
-    writer.add_layer_norm_rms_eps(spec.eps)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+def _as_kind(spec: ModelSpec, layers: list[dict[str, Array]]) -> dict[str, Array]:
+    """Give layers of llama what the kind adds, and take what it lacks; returns the biases after the layers.
 
-    types = gguf.TokenType
-    tokens = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{i:02X}>".encode() for i in range(256)] + ["\u2581".encode()]
-    kinds = [types.UNKNOWN, types.CONTROL, types.CONTROL] + [types.BYTE] * 256 + [types.NORMAL]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * N_VOCAB)
-    writer.add_token_types([int(kind) for kind in kinds])
-    writer.add_bos_token_id(TOKEN_BOS)
-    writer.add_eos_token_id(TOKEN_EOS)
-    writer.add_add_bos_token(True)
-    writer.add_add_space_prefix(False)
+    Norms of heads and attention sinks vary so much that one in another's place shows.
+    """
+    kind, rng = spec.kind, np.random.default_rng([spec.seed, 1])
 
-    for key, value in (metadata or {}).items():
-        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
+    def normal(*shape: int, mean: float = 0.0, deviation: float = 1.0) -> Array:
+        return rng.normal(mean, deviation, shape).astype(np.float32)
 
-    writer.add_tensor("token_embd.weight", model.embd)
-    writer.add_tensor("output.weight", model.output)
-    writer.add_tensor("output_norm.weight", model.output_norm)
-    for i, layer in enumerate(model.layers):
-        for name, weight in layer.items():
-            writer.add_tensor(f"blk.{i}.{name}.weight", weight)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def write_lora(model: TinyModel, path: Path, rank: int = 4) -> Path:
-    """Write a LoRA adapter with random weights for the output projections of attention; returns the path."""
-    rng = np.random.default_rng(17)
-    writer: Any = gguf.GGUFWriter(str(path), "llama")
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", float(rank))
-    for i, layer in enumerate(model.layers):
-        n_out, n_in = layer["attn_output"].shape
-        for name, shape in (("lora_a", (rank, n_in)), ("lora_b", (n_out, rank))):
-            writer.add_tensor(f"blk.{i}.attn_output.weight.{name}", rng.normal(size=shape).astype(np.float32) * 0.3)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    for w in layers:
+        if kind.head_norm:
+            # the norm removes the gain of the matrices
+            gain = np.sqrt(spec.sharpness / (spec.query_scale * np.sqrt(spec.head_size)))
+            for name, n_head in (("attn_q", spec.n_head), ("attn_k", spec.n_head_kv)):
+                shape = (spec.head_size,) if kind.head_norm == "rms" else (n_head, spec.head_size)
+                w[f"{name}_norm"] = (gain * np.exp(normal(*shape, deviation=0.4))).astype(np.float32)
+        if kind.sinks:
+            w["attn_sinks"] = normal(spec.n_head, mean=6.0, deviation=1.5)
+        if kind.post_norms:
+            for name in ("post_attention_norm", "post_ffw_norm"):
+                w[name] = normal(spec.n_embd, mean=1.0, deviation=0.1)
+        if kind.parallel:
+            del w["ffn_norm"]
+        if kind.feed_forward in ("plain", "experts"):
+            del w["ffn_gate"]
+        if kind.feed_forward == "experts":
+            del w["ffn_up"], w["ffn_down"]
+            w["ffn_gate_inp"], w["ffn_gate_inp.bias"] = normal(N_EXPERT, spec.n_embd, deviation=0.1), normal(N_EXPERT)
+            sizes = {"ffn_gate": (spec.n_ff, spec.n_embd), "ffn_up": (spec.n_ff, spec.n_embd)}
+            for name, (n_out, n_in) in {**sizes, "ffn_down": (spec.n_embd, spec.n_ff)}.items():
+                w[f"{name}_exps"] = normal(N_EXPERT, n_out, n_in, deviation=n_in**-0.5)
+                w[f"{name}_exps.bias"] = normal(N_EXPERT, n_out, deviation=0.3)
+        norms = ("attn_norm", "ffn_norm") if kind.norm == "layer" else ()
+        for name in (*kind.biases, *(name for name in norms if name in w)):
+            w[f"{name}.bias"] = normal(w[name].shape[0], deviation=0.3)
+    last = {"output_norm.bias": spec.n_embd} if kind.norm == "layer" else {}
+    if kind.output_bias:
+        last["output.bias"] = N_VOCAB
+    return {name: normal(n, deviation=0.3) for name, n in last.items()}
 
 
 #: The models of the tests: group sizes 1, 2, 3 and 8, both head sizes, one of a single layer, in which the K and V
@@ -193,6 +143,57 @@ ZOO = {
         ModelSpec("deep", n_layer=7, n_head=4, n_head_kv=2, head_size=32),
     )
 }
+
+# Models of other kinds of attention. Caps are of the size of the logits, windows shorter than the prompts of the tests,
+# and the heads are such that a quantised cache is rotated in blocks of 64, 128 and 256, and not at all (96).
+KINDS = {
+    spec.name: spec
+    for spec in (
+        ModelSpec("qwen3", kind=QWEN3, head_size=128),
+        ModelSpec("qwen2vl", kind=QWEN2VL, n_embd=256),
+        ModelSpec(
+            "granite",
+            kind=GRANITE,
+            n_head=2,
+            n_head_kv=1,
+            head_size=192,
+            scale=0.02,
+            embd_scale=1.5,
+            residual_scale=0.7,
+            logit_scale=3.0,
+        ),
+        ModelSpec("gemma2", kind=GEMMA2, n_layer=4, cap=4.0, final_cap=1.5, window=40, full_every=2, embd_scale=8.0),
+        # as many layers as the 27B model, which alone has this scale
+        ModelSpec(
+            "gemma2_27b",
+            kind=GEMMA2,
+            n_layer=46,
+            n_head=2,
+            scale=32**-0.5,
+            cap=4.0,
+            final_cap=1.5,
+            window=40,
+            full_every=2,
+            embd_scale=8.0,
+        ),
+        ModelSpec(
+            "gemma3",
+            kind=GEMMA3,
+            n_layer=6,
+            n_head_kv=1,
+            head_size=256,
+            window=40,
+            full_every=6,
+            embd_scale=8.0,
+            rope_base=1e6,
+            rope_base_local=1e4,
+        ),
+        ModelSpec("gpt_oss", kind=GPT_OSS, n_layer=4, window=40, full_every=2),
+        ModelSpec("stablelm", kind=STABLELM, n_embd=256, n_rot=16),
+        ModelSpec("phi2", kind=PHI2, n_embd=192, n_head=2, n_head_kv=2, head_size=96, n_rot=32),
+    )
+}
+ZOO.update(KINDS)
 
 
 if __name__ == "__main__":

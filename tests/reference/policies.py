@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .forward import Reference, softmax
+from .forward import Reference
+from .softmax import PLAIN, Softmax
 
 Float = npt.NDArray[np.float64]
 Positions = npt.NDArray[np.int64]
@@ -40,14 +41,14 @@ class Settings:
         return params
 
 
-def attention(q: Float, k: Float, first: int, stop: int) -> Float:
+def attention(q: Float, k: Float, first: int, stop: int, softmax: Softmax = PLAIN) -> Float:
     """Causal softmax rows of the queries [first, stop) over all keys up to each: [n_head, stop - first, stop]."""
     n_group = q.shape[1] // k.shape[1]
     keys = np.repeat(k[:stop], n_group, axis=1)
-    logits = np.einsum("qhd,khd->hqk", q[first:stop], keys) / np.sqrt(q.shape[2])
+    logits = softmax.logits(np.einsum("qhd,khd->hqk", q[first:stop], keys), q.shape[2])
     future = np.arange(stop)[None, :] > np.arange(first, stop)[:, None]
     logits[:, future] = -np.inf
-    return softmax(logits)
+    return softmax.weights(logits)
 
 
 def group_mean(scores: Float, n_head_kv: int) -> Float:
@@ -65,15 +66,15 @@ def pool(scores: Float, kind: str, kernel: int) -> Float:
     return np.asarray(windows.max(axis=0) if kind == "max" else windows.sum(axis=0) / kernel)
 
 
-def snapkv_score(q: Float, k: Float, n_prompt: int, window: int) -> Float:
+def snapkv_score(q: Float, k: Float, n_prompt: int, window: int, softmax: Softmax = PLAIN) -> Float:
     """Attention of the window's queries to the past, summed over the window, mean over the group; not pooled."""
-    rows = attention(q, k, n_prompt - window, n_prompt)
+    rows = attention(q, k, n_prompt - window, n_prompt, softmax)
     return group_mean(rows[:, :, : n_prompt - window].sum(axis=1), k.shape[1])
 
 
-def draft_score(q: Float, k: Float, n_prompt: int, window: int, n_draft: int) -> Float:
+def draft_score(q: Float, k: Float, n_prompt: int, window: int, n_draft: int, softmax: Softmax = PLAIN) -> Float:
     """Attention of the queries that produced the first k tokens, mean over them and over the group; not pooled."""
-    rows = attention(q, k, n_prompt - 1, n_prompt + n_draft - 1)
+    rows = attention(q, k, n_prompt - 1, n_prompt + n_draft - 1, softmax)
     return group_mean(rows[:, :, : n_prompt - window].mean(axis=1), k.shape[1])
 
 
