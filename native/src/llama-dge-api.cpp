@@ -112,7 +112,7 @@ int32_t llama_dge_seq_arm(struct llama_context * ctx, llama_seq_id seq_id, int32
 int32_t llama_dge_seq_disarm(struct llama_context * ctx, llama_seq_id seq_id) {
     const int32_t status = llama_dge_check_seq(ctx, seq_id);
 
-    return status == LLAMA_DGE_OK ? llama_dge_get(ctx)->on(seq_id, LLAMA_DGE_EVENT_DISARM) : status;
+    return status == LLAMA_DGE_OK ? llama_dge_get(ctx)->on(seq_id, LLAMA_DGE_EVENT_KEEP_FULL) : status;
 }
 
 int32_t llama_dge_seq_evict(struct llama_context * ctx, llama_seq_id seq_id) {

@@ -12,8 +12,6 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
         return status;
     }
 
-    on(seq_id, LLAMA_DGE_EVENT_KEEP_FULL);
-
     std::vector<uint32_t> cells;
 
     status = kv.map_rows(seq_id, cells);
@@ -27,6 +25,7 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
     }
     // with recall, the answer may become long enough
     if (n_prompt <= settings.resolve_budget(n_prompt) && !settings.recalls()) {
+        on(seq_id, LLAMA_DGE_EVENT_KEEP_FULL);
         return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 
@@ -70,6 +69,8 @@ int32_t llama_dge::evict_now(llama_seq_id seq_id) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
     }
 
+    seq.force = false;
+
     if (seq.is_evicted()) {
         return seq.stats.error;
     }
@@ -81,7 +82,7 @@ int32_t llama_dge::evict_now(llama_seq_id seq_id) {
         seq.n_prompt = n_prompt;
     }
     if (status != LLAMA_DGE_ERR_LOST && !was_armed) {
-        on(seq_id, LLAMA_DGE_EVENT_DISARM);
+        on(seq_id, LLAMA_DGE_EVENT_KEEP_FULL);
     }
 
     seq.stats.error = status;

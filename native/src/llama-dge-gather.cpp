@@ -39,7 +39,7 @@ static ggml_tensor * llama_dge_alias(ggml_context * ctx, ggml_tensor * t, ggml_t
 }
 
 // memory of the buffer for what has none
-static bool llama_dge_place(ggml_context * ctx, ggml_backend_buffer_t buf) {
+static bool llama_dge_assign(ggml_context * ctx, ggml_backend_buffer_t buf) {
     auto alloc = ggml_tallocr_new(buf);
 
     for (ggml_tensor * t = ggml_get_first_tensor(ctx); t; t = ggml_get_next_tensor(ctx, t)) {
@@ -197,7 +197,7 @@ void llama_dge_gather::build_rows(
             continue;
         }
 
-        // the rehearsal makes such a copy, too, but of zeros over zeros
+        // the rehearsal also makes such a copy, but of zeros over zeros
         ggml_tensor * a = ggml_view_1d(ctx, zero, n_words * (rehearsal ? 1 : n_less), 0);
         ggml_tensor * b = rehearsal ? ggml_view_1d(ctx, zero, n_words, n_words * LLAMA_DGE_WORD)
                                     : ggml_view_1d(ctx, cur, n_words * n_less, ih * cur->nb[2] + n_rows * cur->nb[1]);
@@ -284,7 +284,7 @@ bool llama_dge_gather::compute(size_t i, bool rehearsal) {
     auto & device = devices[items[i].slot];
     auto * gf     = build(i, rehearsal);
 
-    if (!llama_dge_place(ctx.get(), device.buf.get())) {
+    if (!llama_dge_assign(ctx.get(), device.buf.get())) {
         return false;
     }
 

@@ -114,7 +114,7 @@ llama_dge_memory::llama_dge_memory(llama_context & lctx, llama_memory_ptr memory
 }
 
 llama_memory_context_ptr llama_dge_memory::init_batch(llama_batch_allocr & balloc, uint32_t n_ubatch, bool embd_all) {
-    if (!dge.batch_begins(balloc.get_batch())) {
+    if (!dge.may_add(balloc.get_batch())) {
         return nullptr; // llama_decode() returns -2
     }
     // llama_decode() updates the memory and asks once more
@@ -129,7 +129,7 @@ llama_memory_context_ptr llama_dge_memory::init_batch(llama_batch_allocr & ballo
     auto res = memory->init_batch(balloc, n_ubatch, embd_all);
 
     if (res && res->get_status() == LLAMA_MEMORY_STATUS_SUCCESS) {
-        dge.batch_added(balloc.get_batch());
+        dge.will_add(balloc.get_batch());
     }
 
     return res;
@@ -141,6 +141,8 @@ llama_memory_context_ptr llama_dge_memory::init_full() {
 
 llama_memory_context_ptr llama_dge_memory::init_update(llama_context * lctx, bool optimize) {
     auto res = memory->init_update(lctx, optimize);
+
+    asked = asked && optimize; // another batch
 
     if (llama_memory_status_is_fail(res->get_status()) || !dge.is_due()) {
         return res;
@@ -183,14 +185,18 @@ void llama_dge_memory::seq_keep(llama_seq_id seq_id) {
 }
 
 void llama_dge_memory::seq_add(llama_seq_id seq_id, llama_pos p0, llama_pos p1, llama_pos shift) {
-    if (dge.may_shift(seq_id)) {
+    if (shift == 0) {
+        memory->seq_add(seq_id, p0, p1, shift); // nothing happens
+    } else if (dge.may_shift(seq_id)) {
         memory->seq_add(seq_id, p0, p1, shift);
         dge.shifted(seq_id);
     }
 }
 
 void llama_dge_memory::seq_div(llama_seq_id seq_id, llama_pos p0, llama_pos p1, int d) {
-    if (dge.may_shift(seq_id)) {
+    if (d == 1) {
+        memory->seq_div(seq_id, p0, p1, d); // nothing happens
+    } else if (dge.may_shift(seq_id)) {
         memory->seq_div(seq_id, p0, p1, d);
         dge.shifted(seq_id);
     }

@@ -112,30 +112,39 @@ llama_dge_moved llama_dge_compact(const llama_dge_place & where, llama_seq_id se
         kv.swap_layer(i, smaller[i]);
     }
 
-    if (ok) {
-        // past entries get ascending positions of their own (heads differ in what they hold), the others keep theirs
-        kv.free(strm, cells);
+    // memory for cells is little, but where it is missing now there is no way back
+    try {
+        if (ok) {
+            // past entries get ascending positions of their own (heads differ in what they hold), the others keep theirs
+            kv.free(strm, cells);
 
-        for (size_t r = 0; r < n_keep; ++r) {
-            if (r < moves.n_cap) {
-                kv.set(seq_id, dst[r], (llama_pos) r, {});
-            } else {
-                kv.set(seq_id, dst[r], (llama_pos) (n_past + r - moves.n_cap), exts[r - moves.n_cap]);
+            for (size_t r = 0; r < n_keep; ++r) {
+                if (r < moves.n_cap) {
+                    kv.set(seq_id, dst[r], (llama_pos) r, {});
+                } else {
+                    kv.set(seq_id, dst[r], (llama_pos) (n_past + r - moves.n_cap), exts[r - moves.n_cap]);
+                }
             }
+
+            // the search for free cells starts in the gap that the eviction left
+            kv.set_head(strm, dst.empty() ? 0 : dst.back() + 1);
+        } else {
+            // the cells are freed before the cache shrinks: they may lie above its end
+            kv.free_own(seq_id);
+
+            res.status = LLAMA_DGE_ERR_LOST;
         }
 
-        // the search for free cells starts in the gap that the eviction left
-        kv.set_head(strm, dst.empty() ? 0 : dst.back() + 1);
-    } else {
-        // the cells are freed before the cache shrinks: they may lie above its end
-        kv.free_own(seq_id);
-
-        res.status = LLAMA_DGE_ERR_LOST;
+        if (!smaller.empty()) {
+            kv.resize_end(n_cells);
+        }
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
+        res.status   = LLAMA_DGE_ERR_LOST;
+        res.lost_all = true;
     }
 
     if (!smaller.empty()) {
-        kv.resize_end(n_cells);
-
         // the graphs' buffers shrink with the cache
         where.lctx.request_reserve();
     }
@@ -241,18 +250,18 @@ llama_dge_moved llama_dge_replace(const llama_dge_place & where, llama_seq_id se
         for (size_t i = 0; i < kv.n_layer(); ++i) {
             move_layer(i);
         }
+
+        kv.free(strm, { tail.begin(), tail.begin() + n_leave });
+        if (n_cap < n_slots_old) {
+            kv.free(strm, { slots.begin() + n_cap, slots.end() });
+        }
+        for (size_t s = n_slots_old; s < n_cap; ++s) {
+            kv.set(seq_id, slots[s], (llama_pos) s, {});
+        }
     } catch (const std::exception & err) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.what());
         res.status = LLAMA_DGE_ERR_LOST;
         return res;
-    }
-
-    kv.free(strm, { tail.begin(), tail.begin() + n_leave });
-    if (n_cap < n_slots_old) {
-        kv.free(strm, { slots.begin() + n_cap, slots.end() });
-    }
-    for (size_t s = n_slots_old; s < n_cap; ++s) {
-        kv.set(seq_id, slots[s], (llama_pos) s, {});
     }
 
     // the next entries go into the first gap
@@ -284,10 +293,13 @@ llama_dge_moved llama_dge_put_back(const llama_dge_place & where, llama_seq_id s
 
     const uint32_t n_rows = kv.n_used_by_others(strm, seq_id) + n;
 
-    res.status = where.elastic.grow(n_rows);
-    if (res.status != LLAMA_DGE_OK || n_rows > kv.size()) {
-        res.lost_all = res.status == LLAMA_DGE_ERR_LOST;
-        res.status   = res.lost_all ? (int32_t) LLAMA_DGE_ERR_LOST : (int32_t) LLAMA_DGE_ERR_MEMORY;
+    res.status   = where.elastic.grow(n_rows);
+    res.lost_all = res.status == LLAMA_DGE_ERR_LOST;
+
+    if (res.status == LLAMA_DGE_OK && n_rows > kv.size()) {
+        res.status = LLAMA_DGE_ERR_MEMORY;
+    }
+    if (res.status != LLAMA_DGE_OK) {
         return res;
     }
 

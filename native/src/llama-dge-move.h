@@ -9,9 +9,10 @@
 #include <memory>
 #include <vector>
 
-// Entries move in three ways, and nowhere else: the kept set of an eviction to the front of the cache, what a later
-// selection adds from the host copy into the cache, and the host copy back as a whole. All that can fail but a device comes
-// before the first entry.
+// Entries of a sequence move in three ways, and nowhere else: the kept set of an eviction to the lowest cells that the
+// sequence has, what a later selection adds from the host copy into the cache, and the host copy back as a whole. (A cache
+// that grows or shrinks moves whole layers, cell by cell: llama_dge_elastic.) What can fail, but a device, a damaged file and
+// a few bytes for cells, comes before the first entry.
 
 // where entries move
 struct llama_dge_place {
@@ -22,7 +23,7 @@ struct llama_dge_place {
 
 // how a move ended
 struct llama_dge_moved {
-    int32_t status = 0; // OK; ERR_LOST: the cells' contents are unknown; else nothing changed
+    int32_t status = 0; // OK; ERR_LOST: what the cells hold is unknown; else nothing changed but the size of the cache
 
     bool lost_all = false; // with ERR_LOST: of all sequences
 
@@ -36,9 +37,9 @@ struct llama_dge_moved {
 llama_dge_moved llama_dge_compact(const llama_dge_place & where, llama_seq_id seq_id,
         const std::vector<uint32_t> & cells, const llama_dge_kept & kept, int32_t n_past, llama_dge_store * store);
 
-// Brings a sequence that was evicted from one kept set to another, both of past rows by slot: rows that are added take the
-// slots of those that are dropped, so that only what changes is copied. tail: cells from position pos_min on, of which
-// those below n_past give their cells up. `kept` becomes `want`, by slot.
+// Brings a sequence that was evicted from one kept set (by slot) to another (ascending): rows that are added take the slots
+// of those that are dropped, so that only what changes is copied. tail: cells from position pos_min on, of which those below
+// n_past give their cells up. `kept` becomes `want`, by slot.
 llama_dge_moved llama_dge_replace(const llama_dge_place & where, llama_seq_id seq_id, std::vector<uint32_t> slots,
         const std::vector<uint32_t> & tail, llama_pos pos_min, llama_dge_kept & kept, const llama_dge_kept & want,
         int32_t n_past, const llama_dge_store & store);

@@ -37,7 +37,6 @@ static const llama_dge_event_row llama_dge_events[LLAMA_DGE_N_EVENTS] = {
     { "append",       { to(FULL),        to(FULL),            to(ARMED),           to(EVICTED),               to(SELECTING),               no(LOST, ERR_LOST) } },
     { "begin",        { to(FULL),        to(FULL),            to(ARMED),           to(EVICTED),               to(SELECTING),               to(FULL, ALL) } },
     { "arm",          { no(EMPTY, ERR_SEQ), to(ARMED, PROMPT), to(ARMED, PROMPT),  no(EVICTED, ERR_EVICTED),  no(SELECTING, ERR_EVICTED),  no(LOST, ERR_SEQ) } },
-    { "disarm",       { to(EMPTY),       to(FULL),            to(FULL, PROMPT),    to(EVICTED),               to(SELECTING),               to(LOST) } },
     { "evict",        { no(EMPTY, ERR_SEQ), no(FULL, ERR_SEQ), to(EVICTED),        no(EVICTED, ERR_EVICTED),  no(SELECTING, ERR_EVICTED),  no(LOST, ERR_LOST) } },
     { "keep_full",    { to(EMPTY),       to(FULL),            to(FULL, PROMPT),    to(EVICTED),               to(SELECTING),               to(LOST) } },
     { "select",       { no(EMPTY, ERR_SEQ), no(FULL, ERR_SEQ), no(ARMED, ERR_SEQ), to(SELECTING),             no(SELECTING, ERR_SEQ),      no(LOST, ERR_LOST) } },

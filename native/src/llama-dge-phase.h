@@ -19,9 +19,8 @@ enum llama_dge_event {
     LLAMA_DGE_EVENT_APPEND,       // a batch adds tokens behind what is there
     LLAMA_DGE_EVENT_BEGIN,        // a batch adds tokens from position 0 on
     LLAMA_DGE_EVENT_ARM,          // the prompt is complete
-    LLAMA_DGE_EVENT_DISARM,       // no eviction follows
     LLAMA_DGE_EVENT_EVICT,        // the eviction is done
-    LLAMA_DGE_EVENT_KEEP_FULL,    // the eviction was not needed, or failed before an entry moved
+    LLAMA_DGE_EVENT_KEEP_FULL,    // no eviction follows: not wanted, not needed, or failed before an entry moved
     LLAMA_DGE_EVENT_SELECT,       // a thread starts to select
     LLAMA_DGE_EVENT_SELECTED,     // it has ended, or its result is not wanted
     LLAMA_DGE_EVENT_RESTORE,      // the host copy is back

@@ -15,8 +15,23 @@ static constexpr int32_t LLAMA_DGE_AUTO_MAX = 8;
 int32_t llama_dge::park_tail(llama_seq_id seq_id, const std::vector<uint32_t> & tail) {
     auto & seq = seqs[seq_id];
 
+    const int32_t n_rows = seq.pos_min + (int32_t) tail.size();
+    const int32_t n_have = seq.store->n_rows;
+
+    if (n_rows <= n_have) {
+        return LLAMA_DGE_OK;
+    }
+
     // a copy of the sequence has the same host copy, and went its own way
-    if (seq.store.use_count() > 1) {
+    const bool is_shared = seq.store.use_count() > 1;
+
+    const int64_t n_bytes = seq.store->n_bytes_rows(n_rows - n_have) + (is_shared ? seq.store->n_bytes() : 0);
+
+    if (settings.park_limit > 0 && parked_bytes() + n_bytes > settings.park_limit) {
+        return LLAMA_DGE_ERR_PARK;
+    }
+
+    if (is_shared) {
         auto own = seq.store->clone();
         if (!own) {
             return LLAMA_DGE_ERR_MEMORY;
@@ -24,18 +39,7 @@ int32_t llama_dge::park_tail(llama_seq_id seq_id, const std::vector<uint32_t> & 
         seq.store = std::move(own);
     }
 
-    auto & store = *seq.store;
-
-    const int32_t n_rows = seq.pos_min + (int32_t) tail.size();
-
-    if (n_rows <= store.n_rows) {
-        return LLAMA_DGE_OK;
-    }
-    if (settings.park_limit > 0 && parked_bytes() + store.n_bytes_rows(n_rows - store.n_rows) > settings.park_limit) {
-        return LLAMA_DGE_ERR_PARK;
-    }
-
-    return llama_dge_park_more(kv, seq_id, store, { tail.begin() + (store.n_rows - seq.pos_min), tail.end() });
+    return llama_dge_park_more(kv, seq_id, *seq.store, { tail.begin() + (n_have - seq.pos_min), tail.end() });
 }
 
 llama_dge_selection_ptr llama_dge::new_selection(llama_seq_id seq_id, int32_t n_rows) {

@@ -26,6 +26,10 @@ int32_t llama_dge::restore(llama_seq_id seq_id, int32_t n_match) {
     // copies of streams and shifts that wait for the next decode would meet other entries
     ctx.update();
 
+    if (!seq.is_evicted()) {
+        return LLAMA_DGE_ERR_LOST; // with all sequences, by what the update did for another one
+    }
+
     std::vector<uint32_t> cells;
 
     const auto moved = llama_dge_put_back(place(), seq_id, *store, n, cells);

@@ -57,6 +57,8 @@ void llama_dge_selection::run() {
         }
     } catch (const std::bad_alloc &) {
         status = LLAMA_DGE_ERR_MEMORY;
+    } catch (const std::exception &) {
+        status = LLAMA_DGE_ERR_COMPUTE; // must not leave a thread
     }
 }
 

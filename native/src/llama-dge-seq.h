@@ -9,7 +9,7 @@
 
 class llama_dge_store;
 
-// what is reported of a sequence and decides nothing
+// what is reported of a sequence: forgotten with its prompt
 struct llama_dge_seq_stats {
     int32_t error = 0; // of the last attempt to evict
 
@@ -39,7 +39,7 @@ struct llama_dge_restore_stats {
     int64_t t_restore_us = 0;
 };
 
-// What is known of one sequence. The phase changes in on() and nowhere else.
+// What is known of one sequence. The phase changes in on(), and where it becomes a copy of another one.
 class llama_dge_seq {
 public:
     llama_dge_phase phase() const { return cur; }
@@ -49,7 +49,7 @@ public:
     // OK, or why the event is refused
     int32_t allows(llama_dge_event event) const { return llama_dge_next(cur, event).status; }
 
-    // The event happens. A refusal changes nothing. A selection of a thread must have been ended where `reset` is not NONE
+    // The event happens. A refusal changes nothing. A thread that selects must have been ended where SELECTING is left
     llama_dge_transition on(llama_dge_event event);
 
     // becomes a copy of an evicted sequence, whose host copy both share; allowed by COPY_EVICTED
@@ -61,7 +61,7 @@ public:
 
     int32_t n_prompt = 0;
     bool    force    = false; // evict at the next update even if the draft is not complete
-    bool    warned   = false; // one warning per armed prompt
+    bool    warned   = false; // one warning per evicted prompt
 
     //
     // EVICTED and later
@@ -70,7 +70,7 @@ public:
     llama_dge_kept kept; // past rows per layer of the cache and head, by slot
 
     llama_pos boundary = -1; // last position of the prompt, or of the last selection
-    llama_pos pos_min  = -1; // first position after which no entry is missing
+    llama_pos pos_min  = -1; // first position from which on no entry is missing
 
     int32_t n_selected = 0;     // tokens at the last selection or check
     float   mass       = -1.0f; // RECALL_AUTO: attention that the kept set held when it was selected, -1: unknown

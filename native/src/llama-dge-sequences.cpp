@@ -17,8 +17,9 @@ int32_t llama_dge::on(llama_seq_id seq_id, llama_dge_event event) {
         return next.status;
     }
 
-    // a thread that selects reads the host copy
-    if (seq.phase() == LLAMA_DGE_PHASE_SELECTING && next.phase != LLAMA_DGE_PHASE_SELECTING) {
+    // a thread that selects reads the host copy; where it is still here, nobody wants its result
+    if (seq.phase() == LLAMA_DGE_PHASE_SELECTING && next.phase != LLAMA_DGE_PHASE_SELECTING && selections[seq_id]) {
+        selections[seq_id]->cancel = true;
         end_selection(std::move(selections[seq_id]));
     }
 
@@ -114,6 +115,16 @@ void llama_dge::removed(llama_seq_id seq_id, int32_t event, llama_pos p0) {
     if (p0 < seq.store->n_rows && !seq.store->on_disk()) {
         on(seq_id, LLAMA_DGE_EVENT_SELECTED);
 
+        // a copy of the sequence keeps its entries
+        if (seq.store.use_count() > 1) {
+            seq.store = seq.store->clone();
+        }
+        if (!seq.store) {
+            LLAMA_LOG_WARN("%s: seq %d: no memory for a host copy of its own\n", __func__, seq_id);
+            seq.n_exact = 0;
+            return;
+        }
+
         seq.store->n_rows = p0;
         seq.n_selected    = std::min(seq.n_selected, p0);
     }
@@ -187,7 +198,12 @@ void llama_dge::copied(llama_seq_id src, llama_seq_id dst) {
     }
 
     const bool merges = kv.stream(src) == kv.stream(dst);
-    const bool was    = to.phase() != LLAMA_DGE_PHASE_EMPTY && to.phase() != LLAMA_DGE_PHASE_LOST;
+
+    if (merges && kv.pos_max(src) < 0) {
+        return; // nothing was copied
+    }
+
+    const bool was = to.phase() != LLAMA_DGE_PHASE_EMPTY && to.phase() != LLAMA_DGE_PHASE_LOST;
 
     const auto origin = kv.pos_max(src) < 0 ? to.origin : merges && was ? to.origin.with(from.origin) : from.origin;
 
@@ -235,6 +251,12 @@ void llama_dge::not_loaded(llama_seq_id seq_id) {
 }
 
 void llama_dge::share() {
+    if (active) {
+        throw std::runtime_error("eviction is on: another context cannot share the cache; create that context first");
+    }
+
+    ctx.wait(); // a graph that runs may still use the tensors
+
     const int32_t status = elastic.set_off();
 
     if (status == LLAMA_DGE_ERR_LOST) {

@@ -4,7 +4,6 @@
 #include "llama-impl.h"
 
 #include <algorithm>
-#include <limits>
 #include <new>
 #include <set>
 
@@ -128,7 +127,7 @@ void llama_dge::update() {
         ctx.expect_buffers();
 
         seq.force       = false;
-        seq.stats.error = status;
+        seq.stats.error = recalls && status > 0 ? (int32_t) LLAMA_DGE_OK : status; // no selection is no error
 
         if (status == LLAMA_DGE_OK || status == LLAMA_DGE_ERR_ABORTED || status == LLAMA_DGE_ERR_LOST) {
             continue;
@@ -198,37 +197,40 @@ int32_t llama_dge::settle(llama_seq_id seq_id, const llama_dge_moved & moved) {
 // batches
 //
 
-bool llama_dge::batch_begins(const llama_batch & batch) {
-    const auto adapters = ctx.adapters();
-
-    std::set<llama_seq_id> first;
-
-    bool ok = true;
+// positions of a sequence ascend within a batch: calls f(sequence, first position) once for each of them
+template <typename F>
+static void llama_dge_each_seq(const llama_batch & batch, size_t n_seq, F f) {
+    std::vector<bool> seen(n_seq, false);
 
     for (int32_t i = 0; i < batch.n_tokens; ++i) {
         for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
             const llama_seq_id s = batch.seq_id[i][j];
 
-            if (s < 0 || (size_t) s >= seqs.size() || !first.insert(s).second) {
-                continue; // positions of a sequence ascend within a batch
+            if (s >= 0 && (size_t) s < n_seq && !seen[s]) {
+                seen[s] = true;
+                f(s, batch.pos[i]);
             }
-
-            const auto event = batch.pos[i] == 0 ? LLAMA_DGE_EVENT_BEGIN : LLAMA_DGE_EVENT_APPEND;
-
-            if (seqs[s].allows(event) != LLAMA_DGE_OK) {
-                LLAMA_LOG_ERROR("%s: seq %d was cleared: %s\n", __func__, s, llama_dge_status_str(LLAMA_DGE_ERR_LOST));
-                ok = false;
-            } else if (seqs[s].phase() == LLAMA_DGE_PHASE_LOST) {
-                on(s, event);
-            }
-
-            seqs[s].origin.join(adapters, kv.pos_max(s) < 0);
         }
     }
+}
 
-    std::vector<uint32_t> n_new(kv.n_stream(), 0);
+static llama_dge_event llama_dge_event_of(llama_pos first) {
+    return first == 0 ? LLAMA_DGE_EVENT_BEGIN : LLAMA_DGE_EVENT_APPEND;
+}
 
-    for (int32_t i = 0; i < batch.n_tokens; ++i) {
+bool llama_dge::may_add(const llama_batch & batch) {
+    bool ok = true;
+
+    llama_dge_each_seq(batch, seqs.size(), [&](llama_seq_id s, llama_pos first) {
+        if (seqs[s].allows(llama_dge_event_of(first)) != LLAMA_DGE_OK) {
+            LLAMA_LOG_ERROR("%s: seq %d was cleared: %s\n", __func__, s, llama_dge_status_str(LLAMA_DGE_ERR_LOST));
+            ok = false;
+        }
+    });
+
+    std::vector<uint32_t> n_new(ok ? kv.n_stream() : 0, 0);
+
+    for (int32_t i = 0; ok && i < batch.n_tokens; ++i) {
         n_new[kv.n_stream() == 1 ? 0 : kv.stream(batch.seq_id[i][0])]++;
     }
     elastic.set_batch(std::move(n_new));
@@ -236,16 +238,14 @@ bool llama_dge::batch_begins(const llama_batch & batch) {
     return ok;
 }
 
-void llama_dge::batch_added(const llama_batch & batch) {
-    for (int32_t i = 0; i < batch.n_tokens; ++i) {
-        for (int32_t j = 0; j < batch.n_seq_id[i]; ++j) {
-            const llama_seq_id s = batch.seq_id[i][j];
+void llama_dge::will_add(const llama_batch & batch) {
+    const auto adapters = ctx.adapters();
 
-            if (s >= 0 && (size_t) s < seqs.size() && seqs[s].phase() == LLAMA_DGE_PHASE_EMPTY) {
-                on(s, LLAMA_DGE_EVENT_APPEND);
-            }
-        }
-    }
+    llama_dge_each_seq(batch, seqs.size(), [&](llama_seq_id s, llama_pos first) {
+        on(s, llama_dge_event_of(first));
+
+        seqs[s].origin.join(adapters, kv.pos_max(s) < 0);
+    });
 }
 
 //

@@ -51,11 +51,11 @@ struct llama_dge {
     // batches
     //
 
-    // false: the batch continues a sequence that was lost
-    bool batch_begins(const llama_batch & batch);
+    // false: the batch continues a sequence that was lost. An elastic cache learns how many cells it needs
+    bool may_add(const llama_batch & batch);
 
-    // it has its cells
-    void batch_added(const llama_batch & batch);
+    // there are cells for it, and its graphs follow
+    void will_add(const llama_batch & batch);
 
     //
     // sequences. Each may_ answers without a change; the other one is told when llama.cpp has done it
