@@ -122,5 +122,6 @@ def test_never_for_a_schema(client: TestClient, schema: Any) -> None:
 @example('("x"*)*')
 @example("")
 @example('""')
+@example("<[9999]>")
 def test_never_for_a_grammar(client: TestClient, rule: str) -> None:
-    check(client, URLS[1], {"prompt": "x", "grammar": f"root ::= {rule}", "max_tokens": 3})
+    check(client, URLS[1], {"prompt": "x", "grammar": f"root ::= {rule}", "max_tokens": 3, "min_tokens": 2})

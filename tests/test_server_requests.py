@@ -16,13 +16,14 @@ from starlette.testclient import TestClient
 
 from llama_dge import DGEConfig, Llama, server
 from llama_dge.server import bounds
+from llama_dge.server.batch import BatchRunner
 from llama_dge.server.bounds import BadOverride, request_config
 from llama_dge.server.errors import APIError, Gone
 from llama_dge.server.fair_queue import FairQueue
 from llama_dge.server.metrics import Metrics
-from llama_dge.server.serial import ServerLlama
+from llama_dge.server.serial import SerialRunner, ServerLlama
 from llama_dge.server.settings import ConfigFileSettings, ModelSettings, ServerSettings
-from reference.serving import BUDGET, DGE, NEVER_ENDS, PROMPT, metrics_of, serving
+from reference.serving import BUDGET, DGE, NEVER_ENDS, PROMPT, metrics_of, openai_of, serving
 
 if TYPE_CHECKING:
     from conftest import Zoo
@@ -160,6 +161,66 @@ def test_the_servers_own_settings_may_exceed_the_bounds(zoo: Zoo) -> None:
 
 
 # how it is answered
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize(
+    "body, text",
+    [
+        ({"grammar": 'root ::= "xy"', "min_tokens": 50}, "xy"),
+        ({"grammar": 'root ::= "ab" <[9999]>'}, "ab"),
+        ({"grammar": 'root ::= "ab" <[9999]>', "temperature": 1.5, "top_k": 0, "mirostat_mode": 2}, "ab"),
+        ({"grammar": 'root ::= "ab"', "logit_bias": {str(3 + ord("b")): -100}, "top_k": 1}, "ab"),
+    ],
+)
+def test_an_answer_that_no_token_can_continue_ends(zoo: Zoo, parallel: int, body: Any, text: str) -> None:
+    """A grammar that is made to accept a token against its rules would end the process."""
+    with serving(zoo["g2"].path, parallel=parallel) as client:
+        for stream in (False, True):
+            got = post(client, stream=stream, **{"logit_bias": {}, **body})
+            assert got.status_code == 200
+        choice = post(client, **{"logit_bias": {}, **body}).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        assert answer(client)[1]["state"] == "evicted"
+
+
+def test_min_tokens(client: TestClient) -> None:
+    end = {"logit_bias": {"2": 100}}
+    assert post(client, **end).json()["usage"]["completion_tokens"] == 0
+    assert post(client, min_tokens=7, **end).json()["usage"]["completion_tokens"] == 7
+
+
+def test_a_new_request_may_end_a_stream(zoo: Zoo) -> None:
+    for interrupts in (True, False):
+        with serving(zoo["g2"].path, interrupt_requests=interrupts) as client:
+            api = openai_of(client)
+            given: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "logit_bias": NEVER_ENDS}
+            stream = api.completions.create(stream=True, max_tokens=400, **given)
+            next(iter(stream))
+            api.completions.create(max_tokens=2, **given)
+            rest = list(stream)
+            assert rest[-1].choices[0].finish_reason == "length"
+            assert (len(rest) < 390) == interrupts
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_the_engine_outlives_any_error(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, parallel: int) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("by hand")
+
+    with serving(zoo["g2"].path, parallel=parallel) as client:
+        want = fresh(client)
+        for kind, name in ((SerialRunner, "_answer"), (BatchRunner, "_assemble"), (SerialRunner, "step")):
+            with monkeypatch.context() as patched:
+                patched.setattr(kind, name, fail)
+                got = post(client)
+            if (parallel == 1) == (kind is SerialRunner):
+                assert got.status_code == 500 and "by hand" in got.json()["error"]["message"]
+            assert answer(client)[0] == want
+        with monkeypatch.context() as patched:
+            patched.setattr(ServerLlama, "tokenize", fail)
+            assert client.post("/extras/tokenize", json={"input": "x"}).status_code == 500
+        assert client.get("/health").json()["status"] == "ok"
 
 
 def test_a_client_that_goes_away_during_the_prefill(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,9 +196,9 @@ class Answer:
             piece.tokens, self._held = self._held, []
         return piece
 
-    def interrupt(self) -> Piece:
+    def interrupt(self, finish: str = "length") -> Piece:
         """End it where it is."""
-        return self._finished(Piece(self._index), "length")
+        return self._finished(Piece(self._index), finish)
 
     def _finished(self, piece: Piece, finish: str) -> Piece:
         piece.text += self._text.end()

@@ -13,10 +13,10 @@ from .. import _native
 from ..config import DGEConfig
 from .answer import Answer
 from .context import DecodeError, ManyContext
-from .errors import APIError, as_api_error, bad_request
+from .errors import APIError, bad_request
 from .job import Job
 from .metrics import Metrics
-from .sampling import Sampler
+from .sampling import DeadEnd, Sampler
 from .settings import ModelSettings
 from .watch import SequenceWatch, observe_memory, usage
 
@@ -220,7 +220,12 @@ class BatchRunner:
         assert job is not None and answer is not None and slot.sampler is not None
         if slot.prefills and job.config is not None and self._many.config is not None:
             slot.error = self._many.arm(slot.seq, len(slot.tokens))
-        token = slot.sampler.sample(self._many.ctx, row)
+        try:
+            token = slot.sampler.sample(self._many.ctx, row)
+        except DeadEnd:
+            job.emit(answer.interrupt("stop"))
+            self._finished(slot)
+            return
         n_vocab = self._llm.n_vocab()
         ctx = self._many.ctx
         piece = answer.accept(
@@ -277,7 +282,7 @@ class BatchRunner:
             self._note(slot)
             self._release(slot)
             if job is not None:
-                job.fail(as_api_error(error))
+                job.fail(error)
             if not isinstance(error, Exception):
                 raise
 

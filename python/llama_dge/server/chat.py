@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -138,12 +137,9 @@ def work_of(loaded: Loaded, body: ChatRequest, plan: _Plan) -> Work:
     if has_images(body.messages) and body.n > 1:
         raise bad_request("n: one answer at a time to messages with images", "n")
     messages = for_template(body.messages, tools=chat.tools is not None, eyes=chat.eyes)
-    check_text(
-        loaded.llm,
-        sum(len(json.dumps(m, ensure_ascii=False).encode()) for m in messages if not has_images(body.messages)),
-        loaded.n_ctx,
-        "messages",
-    )
+    if not has_images(body.messages):
+        n_bytes = sum(len(message["content"].encode()) for message in messages)
+        check_text(loaded.llm, n_bytes, loaded.n_ctx, "messages")
     variables = dict(body.chat_template_kwargs)
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)

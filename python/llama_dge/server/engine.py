@@ -208,7 +208,7 @@ class Engine:
                 if item is not None:
                     self._take(item, busy)
                 if self._loaded is not None and self._loaded.runner.busy:
-                    self._loaded.runner.step()
+                    self._step(self._loaded)
                     self._running = {job for job in self._running if job.running}
         finally:
             for job in self._running:
@@ -216,6 +216,16 @@ class Engine:
             if self._loaded is not None:
                 self._loaded.close()
                 self._loaded = None
+
+    def _step(self, loaded: Loaded) -> None:
+        """Go on; after an error that no request answers for, the model is loaded again."""
+        try:
+            loaded.runner.step()
+        except Exception as error:
+            for job in self._running:
+                job.fail(error)
+            self._loaded = None
+            loaded.close()
 
     def _take(self, item: Job | Task, busy: bool) -> None:
         """Begin what is next in the queue, if it can be begun now."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ..config import DGEConfig
 from .answer import Piece
-from .errors import Gone
+from .errors import Gone, as_api_error
 from .metrics import Metrics
 from .prompts import Prompt
 from .sampling import Sampling
@@ -189,7 +189,7 @@ class Job:
     def fail(self, error: BaseException) -> None:
         """Say that nothing more comes."""
         self.finish("cancelled" if isinstance(error, Gone) else "error")
-        self._put(error)
+        self._put(as_api_error(error))
 
     def _put(self, event: _Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
@@ -223,7 +223,7 @@ class Task:
                 if error is None:
                     self.result.set_result(value)
                 else:
-                    self.result.set_exception(error)
+                    self.result.set_exception(as_api_error(error))
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(settle)

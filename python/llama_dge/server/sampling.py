@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import llama_cpp
-from llama_cpp._internals import LlamaSampler
+import numpy as np
+from llama_cpp._internals import LlamaSampler, LlamaTokenDataArray
 
 from . import bounds
 from .errors import bad_request
@@ -43,8 +45,12 @@ class Sampling:
         return random.Random(default + index).randrange(2**32)
 
 
+class DeadEnd(Exception):
+    """No token may follow: a grammar allows none, or only the end where `min_tokens` forbids it."""
+
+
 class Sampler:
-    """A chain of llama.cpp's samplers for one answer, in the order of llama-cpp-python's.
+    """llama.cpp's samplers for one answer, in the order of llama-cpp-python's.
 
     Parameters
     ----------
@@ -57,17 +63,18 @@ class Sampler:
     """
 
     def __init__(self, llm: Any, sampling: Sampling, seed: int) -> None:
-        chain: Any = LlamaSampler()  # type: ignore[no-untyped-call]
-        self._chain = chain
-        n_vocab = llm.n_vocab()
+        self._n_vocab = n_vocab = int(llm.n_vocab())
         self._n_left = sampling.min_tokens
+        self._ends: list[int] = []
         if sampling.min_tokens > 0:
-            chain.add_custom(self._forbid_end)
             vocab = llm._model.vocab
             self._ends = [i for i in range(n_vocab) if llama_cpp.llama_vocab_is_eog(vocab, i)]
+        first: Any = LlamaSampler()  # type: ignore[no-untyped-call]
+        self._chains = [first]
+        self._data: Any = None
         if sampling.logit_bias:
-            chain.add_logit_bias(n_vocab, dict(sampling.logit_bias))
-        chain.add_penalties(
+            first.add_logit_bias(n_vocab, dict(sampling.logit_bias))
+        first.add_penalties(
             n_vocab=n_vocab,
             penalty_last_n=llm.last_n_tokens_size,
             penalty_repeat=sampling.repeat_penalty,
@@ -75,35 +82,57 @@ class Sampler:
             penalty_present=sampling.presence_penalty,
         )
         if sampling.grammar is not None:
-            llama_cpp.llama_sampler_chain_add(chain.sampler, _grammar_sampler(llm, sampling.grammar))
+            llama_cpp.llama_sampler_chain_add(first.sampler, _grammar_sampler(llm, sampling.grammar))
+        last = first
+        if sampling.grammar is not None or self._ends:
+            last = LlamaSampler()  # type: ignore[no-untyped-call]
+            self._chains.append(last)
+            self._data = LlamaTokenDataArray(n_vocab=n_vocab)
         if sampling.temperature == 0.0:
-            chain.add_greedy()
+            last.add_greedy()
         elif sampling.mirostat_mode == 1:
-            chain.add_mirostat(n_vocab, seed, sampling.mirostat_tau, sampling.mirostat_eta, 100)
+            last.add_mirostat(n_vocab, seed, sampling.mirostat_tau, sampling.mirostat_eta, 100)
         elif sampling.mirostat_mode == 2:
-            chain.add_mirostat_v2(seed, sampling.mirostat_tau, sampling.mirostat_eta)
+            last.add_mirostat_v2(seed, sampling.mirostat_tau, sampling.mirostat_eta)
         else:
-            chain.add_top_k(sampling.top_k)
-            chain.add_top_p(sampling.top_p, 1)
-            chain.add_min_p(sampling.min_p, 1)
-            chain.add_temp(sampling.temperature)
-            chain.add_dist(seed)
+            last.add_top_k(sampling.top_k)
+            last.add_top_p(sampling.top_p, 1)
+            last.add_min_p(sampling.min_p, 1)
+            last.add_temp(sampling.temperature)
+            last.add_dist(seed)
 
     def sample(self, ctx: Any, idx: int = -1) -> int:
-        """Choose the token that follows output `idx` of the last batch."""
-        token = int(llama_cpp.llama_sampler_sample(self._chain.sampler, getattr(ctx, "ctx", ctx), idx))
+        """Choose the token that follows output `idx` of the last batch; raises DeadEnd."""
+        ctx = getattr(ctx, "ctx", ctx)
+        if self._data is not None:
+            return self._checked(ctx, idx)
+        return int(llama_cpp.llama_sampler_sample(self._chains[0].sampler, ctx, idx))
+
+    def _checked(self, ctx: Any, idx: int) -> int:
+        """Choose a token that is not excluded: a grammar ends the process that makes it accept another."""
+        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(ctx, idx), (self._n_vocab,))
+        self._data.copy_logits(logits)
+        data, candidates = self._data.candidates_data, self._data.candidates
+        candidates.selected = -1
+        if self._n_left > 0:
+            data.logit[self._ends] = -np.inf
+        llama_cpp.llama_sampler_apply(self._chains[0].sampler, ctypes.byref(candidates))
+        if not np.isfinite(data.logit[: candidates.size]).any():
+            raise DeadEnd
+        llama_cpp.llama_sampler_apply(self._chains[1].sampler, ctypes.byref(candidates))
+        at = int(candidates.selected)
+        if not np.isfinite(data.logit[at]):
+            at = int(np.argmax(data.logit[: candidates.size]))
+        token = int(data.id[at])
+        for chain in self._chains:
+            llama_cpp.llama_sampler_accept(chain.sampler, token)
         self._n_left -= 1
         return token
 
     def close(self) -> None:
         """Free it."""
-        self._chain.close()
-
-    def _forbid_end(self, candidates: Any) -> None:
-        if self._n_left > 0:
-            data = candidates.contents.data
-            for token in self._ends:  # the first sampler sees the tokens in order
-                data[token].logit = -float("inf")
+        for chain in self._chains:
+            chain.close()
 
 
 def _grammar_sampler(llm: Any, grammar: str) -> Any:

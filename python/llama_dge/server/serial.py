@@ -12,11 +12,11 @@ import numpy as np
 from .._states import FullStates
 from ..llama import Llama
 from .answer import Answer, Logits, Piece, Token, token_with_top
-from .errors import as_api_error, bad_request
+from .errors import bad_request
 from .job import Job, Work
 from .metrics import Metrics
 from .prompts import Prompt
-from .sampling import Sampler
+from .sampling import DeadEnd, Sampler
 from .watch import SequenceWatch, observe_memory, usage
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class SerialRunner:
             job.done()
         except BaseException as error:
             self._observe()
-            job.fail(as_api_error(error))
+            job.fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
@@ -196,6 +196,8 @@ class SerialRunner:
                 job.emit(piece)
                 if answer.finish is not None:
                     break
+        except DeadEnd:
+            job.emit(answer.interrupt("stop"))
         finally:
             job.usage.n_completion += len(answer.tokens)
             job.usage.dge = usage(llm.dge_stats if llm.dge_enabled else None, llm.n_tokens)
