@@ -75,6 +75,7 @@ def _add_kind(writer: Any, spec: ModelSpec) -> None:
         writer.add_rope_dimension_sections([n, n + n // 2, n + n // 2, 0])
     if spec.window:
         writer.add_sliding_window(spec.window)
+        writer.add_uint32(f"{kind.arch}.attention.sliding_window_pattern", spec.full_every)
     if spec.rope_base_local:
         writer.add_float32(f"{kind.arch}.rope.freq_base_swa", spec.rope_base_local)
     if spec.cap:

@@ -71,9 +71,9 @@ GRANITE = Kind("granite")
 QWEN3 = Kind("qwen3", head_norm="rms", halves=True)
 # positions in three dimensions, which are the same for text
 QWEN2VL = Kind("qwen2vl", halves=True, biases=_QKV)
-# layers 0, 2, ... slide; soft caps of the logits of attention and of the last ones
+# windows in layers 0, 2, ...; soft caps of the logits of attention and of the last ones
 GEMMA2 = Kind("gemma2", halves=True, scale_query=True, post_norms=True, feed_forward="gelu", tied=True)
-# five sliding layers, with a base of RoPE of their own, to one that attends to everything
+# windows in all layers but each sixth, or as the file says, with a base of RoPE of their own
 GEMMA3 = Kind("gemma3", head_norm="rms", halves=True, scale_query=True, post_norms=True, feed_forward="gelu", tied=True)
 GPT_OSS = Kind(
     "gpt-oss",

@@ -150,7 +150,8 @@ KINDS = {
     spec.name: spec
     for spec in (
         ModelSpec("qwen3", kind=QWEN3, head_size=128),
-        ModelSpec("qwen2vl", kind=QWEN2VL, n_embd=256),
+        # of this architecture llama.cpp does not read eps
+        ModelSpec("qwen2vl", kind=QWEN2VL, n_embd=256, eps=1e-12),
         ModelSpec(
             "granite",
             kind=GRANITE,
@@ -182,8 +183,9 @@ KINDS = {
             n_layer=6,
             n_head_kv=1,
             head_size=256,
+            sharpness=1.5,
             window=40,
-            full_every=6,
+            full_every=3,
             embd_scale=8.0,
             rope_base=1e6,
             rope_base_local=1e4,
