@@ -16,9 +16,9 @@ import pytest
 
 import reference.forward
 from reference import driver
-from reference.bounds import nmse_bounds
 from reference.budgets import kept_gaps
 from reference.forward import Reference, evaluated, nmse
+from reference.kind_bounds import F32, Cache, logits_bounds, tolerance
 from reference.models import KINDS
 from reference.mutants import wrong_last_logits, wrong_models, wrong_scores
 from reference.policies import Settings
@@ -28,9 +28,6 @@ from reference.spec import TinyModel
 if TYPE_CHECKING:
     from conftest import ContextFactory, Zoo
 
-Cache = tuple[bool, str, str]
-
-F32: Cache = (False, "f32", "f32")
 Q8: Cache = (True, "q8_0", "q8_0")
 # flash attention, type of K, type of V
 CACHES: list[Cache] = [
@@ -63,26 +60,6 @@ def case_id(value: Any) -> str:
 
 EACH_CASE = pytest.mark.parametrize("kind, cache", CASES, ids=case_id)
 EACH_KIND = pytest.mark.parametrize("kind", list(KINDS))
-
-
-def logits_bounds(kind: str, cache: Cache) -> tuple[float, float]:
-    """Bounds of the largest and of the median NMSE: those of llama, for an f16 cache where GELU is rounded to f16.
-
-    In models of six layers and more, rounding is amplified 20 times as much.
-    """
-    flash_attn, type_k, type_v = cache
-    spec = KINDS[kind]
-    if spec.kind.feed_forward in ("gelu", "plain") and cache == F32:
-        type_k = type_v = "f16"
-    largest, median = nmse_bounds(type_k, type_v, flash_attn, spec.n_layer)
-    return (20 * largest, 20 * median) if spec.n_layer > 4 else (largest, median)
-
-
-def tolerance(kind: str, cache: Cache) -> float:
-    """How far two scores may lie apart, relative to the larger, for the library to rank them otherwise."""
-    if "q8_0" in cache:
-        return 2e-2 if KINDS[kind].n_layer <= 4 else 5e-2
-    return 2e-5 if cache == F32 and kind != DEEP else 5e-3
 
 
 @dataclass
