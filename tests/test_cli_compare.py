@@ -76,7 +76,7 @@ def test_what_is_not_evicted_is_said(compare: Callable[..., tuple[int, str, str]
 
 def test_errors(compare: Callable[..., tuple[int, str, str]]) -> None:
     status, _, err = compare("--recall", "often")
-    assert status == 1 and "recall='often': must be" in err
+    assert status == 1 and 'recall="often": must be' in err
     status, _, err = compare("--style", "chat")
     assert status == 1 and "no chat template" in err
     status, _, err = compare("--budget", "4")

@@ -274,7 +274,8 @@ LLAMA_API int32_t llama_dge_enable(struct llama_context * ctx, const struct llam
 // ERR_EVICTED while an evicted sequence lives, ERR_LOST while a lost one was not started again: clear it first
 LLAMA_API int32_t llama_dge_disable(struct llama_context * ctx);
 
-// The prompt of this sequence is complete and has n_prompt tokens (its positions are 0 .. n_prompt - 1).
+// The prompt of this sequence is complete and has n_prompt tokens (its positions are 0 .. n_prompt - 1). Replaces an earlier
+// call; on an error no eviction follows.
 // NOTHING_TO_EVICT, ERR_DISABLED, ERR_SEQ, ERR_QUERIES, ERR_SHARED, ERR_EVICTED
 LLAMA_API int32_t llama_dge_seq_arm(struct llama_context * ctx, llama_seq_id seq_id, int32_t n_prompt);
 

@@ -12,6 +12,9 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
         return status;
     }
 
+    // of an earlier arm() nothing is left, whatever comes of this one
+    on(seq_id, LLAMA_DGE_EVENT_KEEP_FULL);
+
     std::vector<uint32_t> cells;
 
     status = kv.map_rows(seq_id, cells);
@@ -25,7 +28,6 @@ int32_t llama_dge::arm(llama_seq_id seq_id, int32_t n_prompt) {
     }
     // with recall, the answer may become long enough
     if (n_prompt <= settings.resolve_budget(n_prompt) && !settings.recalls()) {
-        on(seq_id, LLAMA_DGE_EVENT_KEEP_FULL);
         return LLAMA_DGE_NOTHING_TO_EVICT;
     }
 

@@ -296,10 +296,8 @@ llama_dge_moved llama_dge_put_back(const llama_dge_place & where, llama_seq_id s
     res.status   = where.elastic.grow(n_rows);
     res.lost_all = res.status == LLAMA_DGE_ERR_LOST;
 
-    if (res.status == LLAMA_DGE_OK && n_rows > kv.size()) {
-        res.status = LLAMA_DGE_ERR_MEMORY;
-    }
-    if (res.status != LLAMA_DGE_OK) {
+    if (res.status != LLAMA_DGE_OK || n_rows > kv.size()) {
+        res.status = res.lost_all ? (int32_t) LLAMA_DGE_ERR_LOST : (int32_t) LLAMA_DGE_ERR_MEMORY;
         return res;
     }
 

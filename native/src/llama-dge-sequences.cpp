@@ -115,16 +115,6 @@ void llama_dge::removed(llama_seq_id seq_id, int32_t event, llama_pos p0) {
     if (p0 < seq.store->n_rows && !seq.store->on_disk()) {
         on(seq_id, LLAMA_DGE_EVENT_SELECTED);
 
-        // a copy of the sequence keeps its entries
-        if (seq.store.use_count() > 1) {
-            seq.store = seq.store->clone();
-        }
-        if (!seq.store) {
-            LLAMA_LOG_WARN("%s: seq %d: no memory for a host copy of its own\n", __func__, seq_id);
-            seq.n_exact = 0;
-            return;
-        }
-
         seq.store->n_rows = p0;
         seq.n_selected    = std::min(seq.n_selected, p0);
     }

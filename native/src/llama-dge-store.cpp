@@ -2,6 +2,7 @@
 
 #include "llama-dge-fault.h"
 
+#include <algorithm>
 #include <new>
 
 bool llama_dge_store::alloc(size_t i, size_t n_cap, size_t n_keep) {
@@ -54,7 +55,8 @@ std::shared_ptr<llama_dge_store> llama_dge_store::clone() const {
         if (!res->alloc(i, layers[i].n_cap)) {
             return nullptr;
         }
-        kv.copy(i, res->entries(i), entries(i), n_rows);
+        // another sequence may have removed entries since that this one can still restore
+        kv.copy(i, res->entries(i), entries(i), std::max(n_rows, n_exact));
     }
 
     return res;
