@@ -101,12 +101,12 @@ def test_llama_index_that_was_imported_first_is_refused(zoo: Zoo) -> None:
 
 
 @pytest.mark.parametrize("name", ["openai", "langchain_community", "llama_index"])
-def test_code_of_the_readme_runs_as_pasted(name: str) -> None:
-    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if f"from {name}" in block]
+def test_code_of_the_page_runs_as_pasted(name: str) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs" / "integrations.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"from {name}" in block]
     server = None
     if name == "openai":
-        (options,) = re.findall(r"^llama-dge serve ([^#\n]+)", readme, re.MULTILINE)
+        (options,) = re.findall(r"^llama-dge serve ([^#\n]+)", page, re.MULTILINE)
         command = [sys.executable, "-m", "llama_dge", "serve", *options.split(), "--port", "0"]
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert server.stderr is not None
@@ -120,7 +120,7 @@ def test_code_of_the_readme_runs_as_pasted(name: str) -> None:
             server.communicate()
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    before, after = re.search(r"(\d+) -> (\d+) rows", done.stdout).groups()  # type: ignore[union-attr]
+    before, after = re.search(r"(\d+) -> (\d+) entries", done.stdout).groups()  # type: ignore[union-attr]
     assert int(before) > 2000
     assert int(after) == (512 if name == "openai" else 256) + 3  # k - 1 rows of the draft come on top
     assert server is None or server.returncode == 0
