@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compute what a cut costs on a device: operations, bytes, and the least time that they take (docs/gpu.md).
+"""Compute what an eviction costs on a device: operations, bytes, and the least time that they take (docs/gpu.md).
 
 A roofline: each step takes the longer of its arithmetic and its memory traffic, at the device's published peaks.
 Nothing here is measured.
@@ -65,7 +65,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a cut.
+    """A part of an eviction.
 
     Parameters
     ----------
@@ -107,26 +107,26 @@ BYTES = {"f16": 2.0, "q8_0": 34 / 32}
 # native/ggml/cuda/attn-score-mma.cuh: a query is two halves, and so is a row of quantised K; low by low is left out
 HALVES = {"f16": 2, "q8_0": 3}
 
-SCORE, PARK, DEVICE = "score (attn-score)", "park in host memory", "compact on the device"
-HOST = "compact by the host, where a device cannot"
+SCORE, PARK, DEVICE = "score (attn-score)", "host copy", "compact on the device"
+HOST = "compact on the host, where the device cannot"
 
-# the last two rows of a prompt's length: steps of a cut, as a share of its prefill
-CUTS = {"a cut, of that": (SCORE, PARK, DEVICE), '... with `park="off"`': (SCORE, DEVICE)}
+# the last two lines of each prompt length: steps of an eviction, as a share of its prefill
+SHARES = {"eviction / prefill": (SCORE, PARK, DEVICE), '... with `park="off"`': (SCORE, DEVICE)}
 
 
 def steps(model: Model, n_kv: int, n_rows: int, budget: int, cache: str) -> list[Step]:
-    """Return the steps of one cut of one sequence, all layers.
+    """Return the steps of evicting one sequence, all layers.
 
     Parameters
     ----------
     model
         its shape
     n_kv
-        rows of the prompt
+        entries of the prompt
     n_rows
         queries that score: window + draft_tokens - 1
     budget
-        rows that stay per layer and KV head
+        entries kept per layer and KV head
     cache
         type of K and V
     """
@@ -176,21 +176,21 @@ def table(n_rows: int, budget: int) -> str:
                 )
         flops = prefill(model, n_kv)
         times = " | ".join(f"{1e3 * flops / device.matrix:.0f} ms" for device in DEVICES)
-        lines.append(f"| {n_kv} | its prefill, for comparison | {flops / 1e9:.0f} | | | {times} |")
-        for name, names in CUTS.items():
-            cut = [
+        lines.append(f"| {n_kv} | prefill, for comparison | {flops / 1e9:.0f} | | | {times} |")
+        for name, names in SHARES.items():
+            seconds = [
                 sum(s.seconds(d) for s in steps(model, n_kv, n_rows, budget, "f16") if s.name in names) for d in DEVICES
             ]
-            shares = " | ".join(f"{100 * t * d.matrix / flops:.1f} %" for t, d in zip(cut, DEVICES))
+            shares = " | ".join(f"{100 * t * d.matrix / flops:.1f} %" for t, d in zip(seconds, DEVICES))
             lines.append(f"| {n_kv}, f16 | {name} | | | | {shares} |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="what a cut costs on a device, by its published peaks")
+    parser = argparse.ArgumentParser(description="what an eviction costs on a device, by its published peaks")
     parser.add_argument("--rows", type=int, default=15, help="queries that score: window + draft_tokens - 1")
-    parser.add_argument("--budget", type=int, default=1024, help="rows that stay per layer and KV head")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/gpu.md")
+    parser.add_argument("--budget", type=int, default=1024, help="entries kept per layer and KV head")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/gpu.md")
     args = parser.parse_args()
     text = table(args.rows, args.budget)
     if args.write:
