@@ -255,6 +255,17 @@ void llama_dge_memory::state_write(llama_io_write_i & io, llama_seq_id seq_id, l
     memory->state_write(io, seq_id, flags);
 }
 
+void llama_dge_memory::clear_for_state(llama_seq_id seq_id) {
+    for (size_t s = 0; s < dge.seqs.size(); ++s) {
+        const bool is_lost = dge.seqs[s].phase() == LLAMA_DGE_PHASE_LOST; // it stays so until it has entries
+
+        if ((seq_id < 0 || (llama_seq_id) s == seq_id) && !is_lost) {
+            memory->seq_rm(s, -1, -1);
+            dge.on(s, LLAMA_DGE_EVENT_REMOVE_ALL);
+        }
+    }
+}
+
 void llama_dge_memory::state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
     if (dge.ctx.is_partial(flags)) {
         memory->state_read(io, seq_id, flags);
@@ -270,10 +281,14 @@ void llama_dge_memory::state_read(llama_io_read_i & io, llama_seq_id seq_id, lla
 
     dge.elastic.state_begins();
 
+    // a state replaces what is there: what llama.cpp would keep (it skips an empty one, or fails behind the first cache) would
+    // not be what is known of the sequence
+    clear_for_state(seq_id);
+
     try {
         memory->state_read(replay, seq_id, flags);
     } catch (...) {
-        dge.not_loaded(seq_id);
+        clear_for_state(seq_id);
         throw;
     }
 

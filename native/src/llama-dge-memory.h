@@ -39,6 +39,9 @@ public:
     bool rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1, F remove);
 
 private:
+    // empties a sequence, or all (-1), whose state is read
+    void clear_for_state(llama_seq_id seq_id);
+
     llama_memory_ptr memory;
 
     bool asked = false; // the batch at hand has asked for more cells

@@ -230,16 +230,6 @@ void llama_dge::state_cells(uint32_t strm, llama_seq_id seq_id, uint32_t n_cells
     rebuild = rebuild || kv.size() != n_before;
 }
 
-void llama_dge::not_loaded(llama_seq_id seq_id) {
-    for (size_t s = 0; s < seqs.size(); ++s) {
-        // llama.cpp clears what it began to read; where it had not begun, nothing changed
-        if ((seq_id < 0 || (llama_seq_id) s == seq_id) && kv.pos_max(s) < 0 &&
-                seqs[s].phase() != LLAMA_DGE_PHASE_LOST) {
-            on(s, LLAMA_DGE_EVENT_REMOVE_ALL);
-        }
-    }
-}
-
 void llama_dge::share() {
     if (active) {
         throw std::runtime_error("eviction is on: another context cannot share the cache; create that context first");
@@ -261,8 +251,7 @@ void llama_dge::share() {
 
 void llama_dge::loaded(llama_seq_id seq_id, llama_dge_seq * seq) {
     if (kv.pos_max(seq_id) < 0) {
-        on(seq_id, LLAMA_DGE_EVENT_REMOVE_ALL);
-        return;
+        return; // nothing was loaded, and nothing is there
     }
 
     on(seq_id, seq ? LLAMA_DGE_EVENT_LOAD_EVICTED : LLAMA_DGE_EVENT_LOAD_FULL);

@@ -76,9 +76,8 @@ struct llama_dge {
     // a state of n_cells will be read into the stream (of seq_id, if it is not negative)
     void state_cells(uint32_t strm, llama_seq_id seq_id, uint32_t n_cells);
 
-    // a state was loaded into the sequence: nullptr where nothing was evicted. It could not be: seq_id, or all (-1)
+    // a state was read into the sequence, which was emptied before: nullptr where nothing was evicted
     void loaded(llama_seq_id seq_id, llama_dge_seq * seq);
-    void not_loaded(llama_seq_id seq_id);
 
     // another context is going to use the tensors of the cache: they must not move. throws
     void share();
