@@ -256,7 +256,8 @@ void llama_dge_memory::state_write(llama_io_write_i & io, llama_seq_id seq_id, l
 }
 
 void llama_dge_memory::clear_for_state(llama_seq_id seq_id) {
-    for (size_t s = 0; s < dge.seqs.size(); ++s) {
+    // with eviction off, states are read as stock reads them
+    for (size_t s = 0; s < dge.seqs.size() && dge.active; ++s) {
         const bool is_lost = dge.seqs[s].phase() == LLAMA_DGE_PHASE_LOST; // it stays so until it has entries
 
         if ((seq_id < 0 || (llama_seq_id) s == seq_id) && !is_lost) {
@@ -281,6 +282,16 @@ void llama_dge_memory::state_read(llama_io_read_i & io, llama_seq_id seq_id, lla
 
     dge.elastic.state_begins();
 
+    const auto loaded = [&] {
+        for (size_t s = 0; s < dge.seqs.size(); ++s) {
+            if (seq_id < 0 || (llama_seq_id) s == seq_id) {
+                const auto it = pending.find(s);
+
+                dge.loaded(s, it == pending.end() ? nullptr : &it->second);
+            }
+        }
+    };
+
     // a state replaces what is there: what llama.cpp would keep (it skips an empty one, or fails behind the first cache) would
     // not be what is known of the sequence
     clear_for_state(seq_id);
@@ -289,14 +300,10 @@ void llama_dge_memory::state_read(llama_io_read_i & io, llama_seq_id seq_id, lla
         memory->state_read(replay, seq_id, flags);
     } catch (...) {
         clear_for_state(seq_id);
+        pending.clear();
+        loaded();
         throw;
     }
 
-    for (size_t s = 0; s < dge.seqs.size(); ++s) {
-        if (seq_id < 0 || (llama_seq_id) s == seq_id) {
-            const auto it = pending.find(s);
-
-            dge.loaded(s, it == pending.end() ? nullptr : &it->second);
-        }
-    }
+    loaded();
 }

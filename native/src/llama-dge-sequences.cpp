@@ -251,7 +251,10 @@ void llama_dge::share() {
 
 void llama_dge::loaded(llama_seq_id seq_id, llama_dge_seq * seq) {
     if (kv.pos_max(seq_id) < 0) {
-        return; // nothing was loaded, and nothing is there
+        if (seqs[seq_id].phase() != LLAMA_DGE_PHASE_LOST) {
+            on(seq_id, LLAMA_DGE_EVENT_REMOVE_ALL);
+        }
+        return;
     }
 
     on(seq_id, seq ? LLAMA_DGE_EVENT_LOAD_EVICTED : LLAMA_DGE_EVENT_LOAD_FULL);
