@@ -202,3 +202,36 @@ def test_damaged_section(new_context: ContextFactory, evicted_context: Callable[
     assert n_refused >= 40
     assert context.seq_state_load(state) == len(state)
     check_loaded(context, original)
+
+
+@pytest.mark.parametrize("phase", ["full", "armed", "evicted"])
+@UNIFIED
+def test_an_empty_state_leaves_an_empty_sequence(new_context: ContextFactory, kv_unified: bool, phase: str) -> None:
+    """llama.cpp skips a state without entries; what stayed would not be what is known of the sequence."""
+    context = new_context("g2", n_seq_max=2, kv_unified=kv_unified, **{**F32, "dge": SETTINGS.as_params()})
+    if phase == "evicted":
+        evict_after(context, TOKENS[: N_BEFORE + 5], N_PROMPT, 2)
+    elif phase == "armed":
+        prefill_and_arm(context, TOKENS[:N_PROMPT])
+    else:
+        context.decode(TOKENS[:N_PROMPT], every=False)
+    context.seq_state_load(context.seq_state(1), 0)
+    info = context.info()
+    assert (info["state"], info["n_rows"], context.pos_max()) == (driver.STATE_EMPTY, 0, -1)
+    assert (info["n_parked"], context.can_shift()) == (0, True)
+    evict_after(context, TOKENS[: N_BEFORE + 5], N_PROMPT, 2)
+
+
+@UNIFIED
+def test_a_state_that_ends_early_leaves_nothing_of_before(new_context: ContextFactory, kv_unified: bool) -> None:
+    """Wherever it ends, the sequence is empty."""
+    context = new_context("g2", n_seq_max=2, kv_unified=kv_unified, **{**F32, "dge": SETTINGS.as_params()})
+    context.decode(tokens_of(60, 3), every=False)
+    state = context.seq_state()
+    for n_cut in (4, 8, 1000, len(state) // 2):
+        context.clear()
+        evict_after(context, TOKENS[: N_BEFORE + 5], N_PROMPT, 2)
+        assert context.seq_state_load(state[:-n_cut], 0) == 0
+        info = context.info()
+        assert (info["state"], info["n_rows"], context.pos_max()) == (driver.STATE_EMPTY, 0, -1), n_cut
+        assert info["n_parked"] == 0 and context.restore(N_PROMPT) == 0, n_cut
